@@ -20,8 +20,8 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
 from rlcore.rollout.engine import SamplingRequest
+from rlcore.rollout.environment import TurnTokens
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.rollout.turns import TurnTokens
 from rlcore.run.workers import start_workers
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import ExperienceCollector, ResponseSampler

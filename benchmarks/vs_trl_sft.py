@@ -32,7 +32,7 @@ def ours(job: dict[str, Any], rows: Rows) -> dict[str, Any]:
     from rlcore.batching.prompts import Demonstration
     from rlcore.config.compose import load_config
     from rlcore.run.initial_policy import stage_settings
-    from rlcore.trainer.supervised import SupervisedTrainer
+    from rlcore.trainer.step import SupervisedTrainer
     from rlcore.workers.group import LocalGroup
 
     longest = max(len(ids) for ids, _ in rows)

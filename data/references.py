@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -267,10 +268,10 @@ class _Checker:
 
     def _scores(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
-        job = self._pool.submit([response for response, _ in new], [truth for _, truth in new])
-        if not job.done.wait(max(0.0, self._deadline - time.monotonic())):
+        scores = self._pool.submit([response for response, _ in new], [truth for _, truth in new])
+        if wait(scores, max(0.0, self._deadline - time.monotonic())).not_done:
             raise _OutOfTimeError
-        for pair, score in zip(new, self._pool.collect(job), strict=True):
+        for pair, score in zip(new, [each.result() for each in scores], strict=True):
             if problem := weights_problem(score.failure):
                 raise ConfigError(f"{problem}, by {self._scorer}")
             self._known[pair] = score

@@ -20,7 +20,7 @@ from jinja2.meta import find_undeclared_variables
 from rlcore.config.data import RENDERING_NAMES
 from rlcore.errors import DataError
 from rlcore.models.hub import MODEL_FILES, read_stop_ids
-from rlcore.rollout.turns import TODAY
+from rlcore.rollout.environment import TODAY
 
 Messages = Sequence[Mapping[str, str]]
 

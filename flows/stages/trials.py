@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import wait
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -174,11 +175,11 @@ def _first_replies(row: "FirstRow", config: RunConfig) -> list[str]:
 
 
 def _score_once(pool: ScoringPool, responses: Sequence[str], truth_json: str, settings: RewardConfig) -> list[Score]:
-    job = pool.submit(responses, [truth_json] * len(responses))
-    if not job.done.wait(len(responses) * settings.deadline_s + FIRST_CALL_S):
+    scores = pool.submit(responses, [truth_json] * len(responses))
+    if wait(scores, len(responses) * settings.deadline_s + FIRST_CALL_S).not_done:
         return [Score(0.0, {}, failure="timed out")] * len(responses)
     try:
-        return pool.collect(job)
+        return [score.result() for score in scores]
     except EngineError as error:
         raise TrialError(str(error)) from error
 
@@ -201,7 +202,7 @@ def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) ->
         tokenizer = PromptTokenizer(directory, chat=form == "chat", tools=tools, chat_template_kwargs=template_kwargs)
         tokenizer.encode_prompts(tokenizer.texts([row.prompt for row in rows if row.prompt_form == form]))
         if config.data.environment:
-            from rlcore.rollout.turns import TurnTokens
+            from rlcore.rollout.environment import TurnTokens
 
             role = "tool" if tools else "user"
             loaded, chat = load_tokenizer(directory), form == "chat"

@@ -28,7 +28,7 @@ class LoopState:
     best_step: Count = 0
     entropy_added: float = 0.0  # what the entropy target has added to the weight of the entropy bonus
     pass_counts: str = ""  # correct and scored responses of each training row, as base64 of float32 (`PassCounts`)
-    carried: str = ""  # groups of responses that the next step continues, as JSON (`rlcore.trainer.carry`)
+    carried: str = ""  # groups of responses that the next step continues, as JSON (`rlcore.rollout.engine`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""A simple reference engine, which samples from a transformers model with one uniform random number per token.
-Responses to one prompt share the prefill, and finished rows leave the batch."""
+"""The configured engine, and a simple reference engine, which samples from a transformers model with one uniform random
+number per token. Responses to one prompt share the prefill, and finished rows leave the batch."""
 
 import gc
 import logging
@@ -14,12 +14,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
+from rlcore.models.load import load_policy
 from rlcore.models.memory import OutOfMemory, catch_out_of_memory, release_cached_memory
-from rlcore.models.policy import CausalPolicy
+from rlcore.models.policy import CausalPolicy, round_weights
+from rlcore.models.tokenizer import end_of_text_ids
 from rlcore.rollout.engine import (
     ROUND_TOKENS,
+    NoEngine,
     Requests,
     RolloutEngine,
     SamplingRequest,
@@ -207,3 +211,22 @@ def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"]
 def _uniforms(requests: Requests, count: int) -> np.ndarray:
     """Return uniform random numbers in [0, 1), Float64[B, count], row i from the seed of request i."""
     return np.stack([np.random.Generator(np.random.Philox(request.seed)).random(count) for request in requests])
+
+
+def build_engine(config: RunConfig, model_directory: str, *, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
+    """Return the configured engine without weights. Raises EngineError if vLLM is missing or cannot run this model."""
+    if config.rollout.engine == "none":
+        return NoEngine()
+    end_of_text = end_of_text_ids(model_directory)
+    if config.rollout.engine == "vllm":
+        from rlcore.rollout.vllm.engine import VllmEngine
+        from rlcore.rollout.vllm.start import EngineShape
+
+        max_model_len = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
+        shape = EngineShape(model_directory, max_model_len, config.concurrent_responses, device, dtype)
+        return VllmEngine(shape, config.rollout, eos_token_ids=end_of_text)
+    # The engine computes in its own type, and without a 4-bit base, since it gets merged weights.
+    lora = config.model.lora and config.model.lora.model_copy(update={"base": "native"})
+    computing = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch."), "lora": lora})
+    policy = round_weights(load_policy(model_directory, model=computing, device=device), dtype)
+    return HfEngine(policy, eos_token_ids=end_of_text, max_num_seqs=config.rollout.max_num_seqs)

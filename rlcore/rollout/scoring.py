@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
@@ -41,30 +42,12 @@ _MAX_WAIT_S = 1.0  # seconds between two checks of busy processes. The checks al
 
 
 @dataclass(slots=True)
-class ScoringJob:
-    """The responses of one `submit`."""
-
-    scores: list[Score]
-    num_pending: int
-    done: threading.Event = field(default_factory=threading.Event)
-    failure: EngineError | None = None
-
-    def put(self, index: int, score: Score) -> None:
-        """Set a score."""
-        self.scores[index] = score
-        self.num_pending -= 1
-        if self.num_pending == 0:
-            self.done.set()
-
-
-@dataclass(slots=True)
 class PendingResponse:
     """A response without a score. `num_deaths`: the number of processes that died while they scored it."""
 
-    job: ScoringJob
-    index: int
     response: str
     ground_truth_json: str
+    score: Future[Score] = field(default_factory=Future)
     num_deaths: int = 0
 
 
@@ -199,37 +182,27 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         """The number of responses without a score so far, and the reason for the last failure."""
         return self.errors + self.timeouts, self._last_failure
 
-    def score(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Score]:
-        """Return the scores of the responses, in order."""
-        return self.collect(self.submit(responses, ground_truths_json))
-
-    def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> ScoringJob:
+    def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Future[Score]]:
         """Start scoring and return immediately. Without processes, score all responses first."""
-        pairs = list(zip(responses, ground_truths_json, strict=True))
-        job = ScoringJob([Score(0.0, {})] * len(pairs), len(pairs))
-        if not pairs:
-            job.done.set()
-        elif self._thread is None:
-            for index, (response, truth) in enumerate(pairs):
+        answers = [PendingResponse(*pair) for pair in zip(responses, ground_truths_json, strict=True)]
+        if self._thread is None:
+            for answer in answers:
                 try:
-                    score = score_one(self._function, response, truth, self._config.weights)
+                    score = score_one(self._function, answer.response, answer.ground_truth_json, self._config.weights)
                 except (Exception, SystemExit) as error:  # never ends a run
-                    score = self._record_error(describe(error), response)
-                job.put(index, score)
-        else:
+                    score = self._record_error(describe(error), answer.response)
+                answer.score.set_result(score)
+        elif answers:
             with self._lock:
                 if self._closing:
                     raise self._failure or EngineError("the scoring pool is closed; it accepts no more responses")
-                self._queue.extend(PendingResponse(job, index, *pair) for index, pair in enumerate(pairs))
+                self._queue.extend(answers)
             self._wake()
-        return job
+        return [answer.score for answer in answers]
 
-    def collect(self, job: ScoringJob) -> list[Score]:
-        """Wait for a job's scores. Raises EngineError if the pool is closed or its processes cannot start."""
-        job.done.wait()
-        if job.failure is not None:
-            raise job.failure
-        return job.scores
+    def score(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Score]:
+        """Return the scores of the responses, in order. Raises EngineError if the pool is closed or cannot start."""
+        return [score.result() for score in self.submit(responses, ground_truths_json)]
 
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
@@ -326,7 +299,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
                 total, rest, said = message
                 answer = worker.responses.popleft()
                 score = self._record_error(rest, answer.response) if total is None else Score(total, rest, said)
-                answer.job.put(answer.index, score)
+                answer.score.set_result(score)
         except (EOFError, OSError) as error:
             self._replace_ended(worker, describe(error))
 
@@ -342,7 +315,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             if self.timeouts <= self._num_logged:
                 text = "scorer %s overran %s.deadline_s=%g, the response has no score: %.200r"
                 log.warning(text, self._scorer, self._section, limit, answer.response)
-            answer.job.put(answer.index, Score(0.0, {}, failure=self._last_failure))
+            answer.score.set_result(Score(0.0, {}, failure=self._last_failure))
         elif worker.responses:
             self._disable_first_calls("it took too long")
         self._remove(worker, "it took too long")
@@ -355,7 +328,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             answer.num_deaths += 1
             if answer.num_deaths > 1 and worker.warm:
                 worker.responses.popleft()
-                answer.job.put(answer.index, self._record_error(f"its process ended ({why})", answer.response))
+                answer.score.set_result(self._record_error(f"its process ended ({why})", answer.response))
             elif answer.num_deaths > 1:
                 answer.num_deaths = 0
                 self._disable_first_calls(why)
@@ -386,5 +359,4 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             left = [*self._queue, *(answer for worker in self._workers for answer in worker.responses)]
             self._queue.clear()
         for answer in left:
-            answer.job.failure = answer.job.failure or failure
-            answer.job.done.set()
+            answer.score.set_exception(failure)

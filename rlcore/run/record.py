@@ -27,7 +27,7 @@ from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import LEFT, set_aside
 from rlcore.tracking.attempts import CLOSE_TIMEOUT_S, FinalStatus
 from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
-from rlcore.trainer.alarms import Alarm
+from rlcore.trainer.metrics import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.device import OomRetry
 

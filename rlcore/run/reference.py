@@ -8,7 +8,7 @@ import numpy as np
 from rlcore.batching.prompts import Demonstration
 from rlcore.storage.manifest import read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
-from rlcore.trainer.supervised import SupervisedTrainer
+from rlcore.trainer.step import SupervisedTrainer
 
 _FILE = "logprobs.npy"
 

@@ -43,8 +43,7 @@ from rlcore.storage.manifest import FINGERPRINT, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.lineage import TRAINED_FOR_TAG, Origin
 from rlcore.trainer.experience import ResponseSampler
-from rlcore.trainer.step import StepResult
-from rlcore.trainer.supervised import SupervisedTrainer
+from rlcore.trainer.step import StepResult, SupervisedTrainer
 from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 

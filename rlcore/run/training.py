@@ -19,8 +19,8 @@ from rlcore.run.workers import RunWorkers, TrainingWorkers
 from rlcore.tracking.cost import CostMeter
 from rlcore.tracking.journal import WORKERS
 from rlcore.tracking.lineage import SystemSampler
-from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.experience import all_unscored_error
+from rlcore.trainer.metrics import Alarm
 from rlcore.trainer.step import StepResult
 
 ALARMS_HINT = "See its metrics, then change the settings, or alarms.*, which may change when a run is resumed"

@@ -5,6 +5,7 @@ out, so the engine's input never depends on time. An episode stays on one rank, 
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -14,10 +15,9 @@ from rlcore.config import RewardConfig, RunConfig
 from rlcore.evaluation.result import vote
 from rlcore.models.tokenizer import Decode
 from rlcore.rollout.engine import SamplingRequest, turn_seed
-from rlcore.rollout.environment import PLAY, Episode, turn_from_score
-from rlcore.rollout.scoring import ScoringJob, ScoringPool, require_environment
-from rlcore.rollout.turns import TurnTokens
-from rlcore.trainer.clock import PhaseClock
+from rlcore.rollout.environment import PLAY, Episode, TurnTokens, turn_from_score
+from rlcore.rollout.scoring import ScoringPool, require_environment
+from rlcore.trainer import PhaseClock
 from rlcore.types import FinishReason, Prompt, Rollout, Score
 
 _MARK = "[environment]"
@@ -116,8 +116,7 @@ class Episodes(AbstractContextManager["Episodes"]):
     """The processes that play episodes. Raises ConfigError if `data.environment` does not exist."""
 
     def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
-        self._environment = config.data.environment
-        require_environment(self._environment)
+        require_environment(config.data.environment)
         self._config, self._tokens, self._decode = config, tokens, decode
         self._open = ExitStack()
         # One pool per process, since all turns of an episode go to the process with its environment.
@@ -167,8 +166,8 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     def _reset(self, playing: Sequence[_OpenEpisode]) -> None:
         jobs = [self._submit_turn(index, episode) for index, episode in enumerate(playing)]
-        for index, (episode, job) in enumerate(zip(playing, jobs, strict=True)):
-            message = episode.add_reward(self._collect_turn(index, job), last=False)
+        for episode, job in zip(playing, jobs, strict=True):
+            message = episode.add_reward(job.result(), last=False)
             if episode.is_open and message:
                 shown, prompt, ids = self._tokens.first_message_tokens(episode.prompt.token_ids, message)
                 episode.prompt = replace(episode.prompt, token_ids=prompt)
@@ -187,7 +186,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         indices = [index for index, episode in enumerate(playing) if episode.is_open]
         place_of = {index: place for place, index in enumerate(indices)}
         shares = [[place_of[index] for index in mine if index in place_of] for mine in shares_by_rank]
-        jobs: dict[int, ScoringJob] = {}
+        jobs: dict[int, Future[Score]] = {}
 
         def on_finished(finished: Sequence[tuple[int, Rollout]]) -> None:
             texts = self._decode([rollout.response_ids for _, rollout in finished])
@@ -202,12 +201,9 @@ class Episodes(AbstractContextManager["Episodes"]):
         with clock.phase("environment"):
             for index in indices:
                 episode = playing[index]
-                reply = episode.add_reward(self._collect_turn(index, jobs[index]), last=turn + 1 == settings.max_turns)
+                reply = episode.add_reward(jobs[index].result(), last=turn + 1 == settings.max_turns)
                 if episode.is_open:
                     episode.add_reply(*self._tokens.reply_tokens(episode.token_ids[-1], reply))
 
-    def _submit_turn(self, index: int, episode: _OpenEpisode) -> ScoringJob:
-        return self._pools[index % len(self._pools)].submit([episode.record.to_json()], [episode.record.truth])
-
-    def _collect_turn(self, index: int, job: ScoringJob) -> Score:
-        return self._pools[index % len(self._pools)].collect(job)[0]
+    def _submit_turn(self, index: int, episode: _OpenEpisode) -> Future[Score]:
+        return self._pools[index % len(self._pools)].submit([episode.record.to_json()], [episode.record.truth])[0]

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,10 +17,16 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError, UnscoredError
 from rlcore.models.tokenizer import Decode
-from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_requests
-from rlcore.rollout.scoring import ScoringJob, ScoringPool
-from rlcore.trainer.carry import Carried, GroupsInProgress, from_text
-from rlcore.trainer.clock import PhaseClock
+from rlcore.rollout.engine import (
+    TRAINING_STREAM,
+    Carried,
+    GroupsInProgress,
+    SamplingRequest,
+    carried_from_text,
+    make_requests,
+)
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.trainer import PhaseClock
 from rlcore.trainer.episodes import Episodes
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
@@ -43,7 +49,7 @@ class StreamScorer:
     def __init__(self, scoring: ScoringPool, decode: Decode, *, has_processes: bool) -> None:
         self._scoring, self._decode = scoring, decode
         self._thread = ThreadPoolExecutor(1) if has_processes else None
-        self._jobs: list[tuple[list[int], Callable[[], tuple[list[str], ScoringJob]]]] = []
+        self._jobs: list[tuple[list[int], Callable[[], tuple[list[str], list[Future[Score]]]]]] = []
 
     def submit(self, finished: Sequence[tuple[int, Rollout]]) -> None:
         """Add a few finished responses, without waiting for their scores."""
@@ -51,7 +57,7 @@ class StreamScorer:
         job = start if self._thread is None else self._thread.submit(start).result
         self._jobs.append(([index for index, _ in finished], job))
 
-    def _start(self, rollouts: Sequence[Rollout]) -> tuple[list[str], ScoringJob]:
+    def _start(self, rollouts: Sequence[Rollout]) -> tuple[list[str], list[Future[Score]]]:
         texts = self._decode([rollout.response_ids for rollout in rollouts])
         return texts, self._scoring.submit(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
 
@@ -59,8 +65,9 @@ class StreamScorer:
         """Wait for all scores. Return the score and the text of each submitted response."""
         scored: dict[int, tuple[Score, str]] = {}
         for indices, result in self._jobs:
-            texts, job = result()
-            scored.update(zip(indices, zip(self._scoring.collect(job), texts, strict=True), strict=True))
+            texts, scores = result()
+            for index, score, text in zip(indices, scores, texts, strict=True):
+                scored[index] = score.result(), text
         if self._thread is not None:
             self._thread.shutdown()
         return scored
@@ -96,7 +103,6 @@ class ResponseSampler:
         *,
         policy_version: int,
         clock: PhaseClock | None = None,
-        shares: Sequence[Sequence[int]] | None = None,
     ) -> list[ScoredResponse]:
         """Return the scored responses in the order of the requests (see `generate`)."""
         clock = clock or PhaseClock()
@@ -106,7 +112,7 @@ class ResponseSampler:
             return self._episodes.play(run, requests, shares, policy_version=policy_version, clock=clock)
         scorer = self._new_scorer()
         with clock.phase("gen"):
-            rollouts = run(requests, on_finished=scorer.submit, shares=shares)
+            rollouts = run(requests, on_finished=scorer.submit)
         with clock.phase("reward"):
             scored = scorer.collect()
         return [(rollout, *scored[index]) for index, rollout in enumerate(rollouts)]
@@ -118,7 +124,6 @@ class ResponseSampler:
         *,
         policy_version: int,
         clock: PhaseClock,
-        shares: Sequence[Sequence[int]] | None,
     ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
         """Return the scored responses to train on, the carried responses, and the length to which these were cut."""
         config = self.config
@@ -136,7 +141,6 @@ class ResponseSampler:
                 config.rollout.sampling,
                 policy_version=policy_version,
                 on_finished=on_finished,
-                shares=shares,
                 num_finished=count,
             )
             trained, after, cut_length = groups.settle(count)
@@ -227,17 +231,16 @@ class ExperienceCollector:
     ) -> None:
         """Create a collector. `counted` weights rows by their pass counts. Without it, weights are equal."""
         self._config, self._sampler, self._stream, self._counted = sampler.config, sampler, stream, counted
-        self._prepared: dict[LoopState, tuple[list[SamplingRequest], list[list[int]]]] = {}
+        self._prepared: dict[LoopState, list[SamplingRequest]] = {}
 
     def prepare(self, state: LoopState) -> None:
-        """Draw the prompts of the step after `state` and assign them to ranks, which may still be busy."""
-        requests = self._first_requests(state)
-        self._prepared = {state: (requests, split_requests(requests, self._sampler.group.world_size))}
+        """Draw the prompts of the step after `state`, while the ranks may still be busy."""
+        self._prepared = {state: self._first_requests(state)}
 
     def _first_requests(self, state: LoopState) -> list[SamplingRequest]:
         if self._counted is not None:
             self._stream.set_weights(self._counted.weights(state.pass_counts))
-        carried, longest = from_text(state.carried), self._config.rollout.max_response_tokens
+        carried, longest = carried_from_text(state.carried), self._config.rollout.max_response_tokens
         continued = [each.request(longest) for each in carried if each.is_cut]
         num_carried = len(carried) // self._config.rollout.samples_per_prompt
         return continued + self._requests(state, 0, self._config.prompts_in_progress - num_carried)
@@ -259,26 +262,26 @@ class ExperienceCollector:
     def collect(self, state: LoopState, clock: PhaseClock) -> Experience:
         """Collect the scored responses of the step after `state`. Raises UnscoredError if no response has a score."""
         config = self._config
-        requests, shares = self._prepared.get(state) or (self._first_requests(state), None)
+        requests = self._prepared.get(state) or self._first_requests(state)
         dynamic = config.algo.dynamic_sampling
         group_size = config.rollout.samples_per_prompt
         num_wanted = config.trainer.batch_size * group_size
         kept: list[ScoredResponse] = []
         rest: list[ScoredResponse] = []
         num_drawn = 0
-        before, carried, cut_length = from_text(state.carried), tuple[Carried, ...](), 0
+        before, carried, cut_length = carried_from_text(state.carried), tuple[Carried, ...](), 0
         tally: dict[int, tuple[int, int]] = {}
         for refill in range(1 + dynamic.max_refills):
             if refill:
                 missing = (num_wanted - len(kept)) // group_size
-                requests, shares = self._requests(state, num_drawn, missing), None
+                requests = self._requests(state, num_drawn, missing)
             if config.rollout.finish_share < 1:
                 responses, carried, cut_length = self._sampler.sample_and_carry(
-                    before, requests, policy_version=state.policy_version, clock=clock, shares=shares
+                    before, requests, policy_version=state.policy_version, clock=clock
                 )
             else:
                 responses = self._sampler.sample(
-                    requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock, shares=shares
+                    requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock
                 )
             count_solved(responses, tally)  # counts all groups, before the length penalty
             num_drawn += (len(responses) + len(carried) - len(before)) // group_size
@@ -295,14 +298,15 @@ class ExperienceCollector:
         batch, dropped = self._with_overlong_penalty(kept + rest[:num_spare]), rest[num_spare:]
         counted = self._counted
         pass_counts, metrics = ("", {}) if counted is None else counted.update(state.pass_counts, tally)
+        rollouts, scores, texts = zip(*batch, strict=True)
         return Experience(
-            rollouts=tuple(rollout for rollout, _, _ in batch),
-            scores=tuple(score for _, score, _ in batch),
+            rollouts=rollouts,
+            scores=scores,
             group_ids=tuple(index // group_size for index in range(len(batch))),
-            texts=tuple(text for _, _, text in batch),
+            texts=texts,
             num_prompts_drawn=num_drawn,
             num_groups_dropped=len(dropped) // group_size,
-            greedy_scores=self._greedy_scores([rollout.prompt for rollout, _, _ in batch], state.policy_version, clock),
+            greedy_scores=self._greedy_scores([rollout.prompt for rollout in rollouts], state.policy_version, clock),
             num_tokens_dropped=sum(len(rollout.response_ids) for rollout, _, _ in dropped),
             pass_counts=pass_counts,
             pass_metrics=metrics,

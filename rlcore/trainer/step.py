@@ -1,39 +1,66 @@
-"""The training step of reinforcement learning: sampling, scoring, advantage estimates, update, and weight sync."""
+"""The training steps of reinforcement learning (sampling, scoring, advantage estimates, update, weight sync) and of
+supervised learning (negative log-likelihood of demonstrated responses, or DPO on preference pairs)."""
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlcore.algos.objective import next_entropy_bonus, next_kl_coef
+from rlcore.algos.objective import SupervisedStatistics, lr_at, next_entropy_bonus, next_kl_coef
 from rlcore.batching.balance import Assignment, Balancer, RankShares
-from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
+from rlcore.batching.pack import (
+    pack,
+    pack_demonstrations,
+    place_turn_rewards,
+    scatter_tokens,
+    select,
+    shared_prompts,
+    split_pairs,
+)
+from rlcore.batching.prompts import Demonstration
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
-from rlcore.trainer.alarms import Alarm, batch_alarms, save_failed_batch, step_alarms
-from rlcore.trainer.carry import to_text
-from rlcore.trainer.clock import EnterPhase, PhaseClock
-from rlcore.trainer.estimate import Estimate, ForwardResults, ScoreParts, estimate
+from rlcore.rollout.engine import carried_to_text
+from rlcore.trainer import EnterPhase, PhaseClock
 from rlcore.trainer.experience import Experience, ExperienceCollector
-from rlcore.trainer.metrics import Metrics, cost_metrics, memory_metrics, step_metrics
+from rlcore.trainer.metrics import (
+    Alarm,
+    Metrics,
+    batch_alarms,
+    cost_metrics,
+    memory_metrics,
+    save_failed_batch,
+    step_alarms,
+    step_metrics,
+)
 from rlcore.trainer.update import (
+    Estimate,
+    ForwardResults,
     SharedBatch,
     Update,
     apply_selection,
-    logprobs_before_update,
+    estimate,
     needs_old_logprobs,
+    score_parts,
     update_models,
 )
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import MemoryPeak, OomRetry
 from rlcore.workers.group import Pending, WorkerGroup
 from rlcore.workers.worker import Worker, WorkerInfo
+
+R = TypeVar("R")
+Draw = Callable[[int, int], Sequence[Demonstration]]
+"""A function that maps the number of demonstrations drawn so far and the step number to the step's demonstrations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +221,7 @@ class Trainer(GroupTrainer):
             experience.greedy_scores,
             algo=config.algo,
             kl_coef=kl_coef,
-            parts=ScoreParts.from_scores(experience.scores, config.reward.weights),
+            parts=score_parts(experience.scores, config.reward.weights),
             is_truncated=torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts]),
             turn_rewards=place_turn_rewards(experience.rollouts, packed) if config.episode.reward_per_turn else None,
         )
@@ -231,9 +258,8 @@ class Trainer(GroupTrainer):
     ) -> Update:
         """Update the models, unless an alarm skips the update. Raises NonFiniteError if the update is not finite and
         `alarms.non_finite` is `stop`."""
-        if any(alarm.action == "skip" for alarm in alarms):
-            return Update(share_skipped=1.0, logprobs_before=logprobs_before_update(self._config, shared.batch))
-        update = update_models(self._config, self._group, shared, state, clock)
+        is_skipped = any(alarm.action == "skip" for alarm in alarms)
+        update = update_models(self._config, self._group, shared, state, clock, is_skipped=is_skipped)
         if update.failure is None:
             return update
         number = state.step + 1
@@ -262,5 +288,79 @@ class Trainer(GroupTrainer):
             kl_coef=kl_coef,
             entropy_added=entropy_added,
             pass_counts=experience.pass_counts,
-            carried=to_text(experience.carried),
+            carried=carried_to_text(experience.carried),
         )
+
+
+class SupervisedTrainer(GroupTrainer):
+    """A trainer for supervised learning. In its `LoopState`, `num_prompts_drawn` counts demonstrations."""
+
+    def __init__(
+        self, config: RunConfig, group: WorkerGroup, draw: Draw, *, enter_phase: EnterPhase = nullcontext
+    ) -> None:
+        super().__init__(config, group, enter_phase)
+        self._draw = draw
+
+    def step(self, state: LoopState, *, epoch: int) -> StepResult:
+        """Draw demonstrations and run one optimizer step on them. Raises NonFiniteError if the update is not finite."""
+        config, clock, number = self._config, PhaseClock(self._enter_phase), state.step + 1
+        packed = pack_demonstrations(self._draw(state.num_prompts_drawn, number))
+        assignment = self._assign(packed, packed.num_sequences)
+        shares = assignment.whole
+        lr = lr_at(state.step, optim=config.optim, total_steps=config.trainer.total_steps)
+        num_targets, total = packed.num_loss_tokens, packed.num_loss_tokens
+        if config.warm_start.loss == "dpo":
+            total = packed.num_sequences
+            assignment = replace(assignment, num_shared=int(shared_prompts(split_pairs(packed)).sum()))
+        with clock.phase("supervise"):
+            arguments = [(select(packed, mine), shares.num_micro, total, lr) for mine in shares.sequences]
+            try:
+                updates = self._group.begin(Worker.supervise, arguments).result()
+            except NonFiniteError as failure:
+                raise NonFiniteError(f"step {number} of the warm start: {failure}") from failure
+        stats: SupervisedStatistics = functools.reduce(operator.add, (update.stats for update in updates))
+        metrics: Metrics = {
+            "training/global_step": float(number),
+            "training/epoch": float(epoch),
+            **{f"sft/{name}": value for name, value in stats.means().items()},
+            "sft/grad_norm": updates[0].grad_norm,
+            "sft/lr": lr,
+            "sft/answer_tokens": float(num_targets),
+            **cost_metrics(config, packed, num_targets, assignment, clock.seconds(), self._worker_info),
+        }
+        after = replace(
+            state,
+            step=number,
+            policy_version=number,
+            num_prompts_drawn=state.num_prompts_drawn + packed.num_sequences,
+            num_tokens=state.num_tokens + packed.num_tokens,
+        )
+        memory, shortages = collect_memory(self._request_memory_peaks())
+        return StepResult(after, metrics | memory, shortages=shortages)
+
+    def held_out(self, demonstrations: Sequence[Demonstration]) -> Metrics:
+        """Return the loss and the accuracy on held-out demonstrations, or {} if there are none."""
+        if not demonstrations:
+            return {}
+        _, _, by_rank = self._run_padded(Worker.likelihood, demonstrations)
+        total: SupervisedStatistics = functools.reduce(operator.add, by_rank)
+        return {f"sft/held_out_{name}": value for name, value in total.means().items()}
+
+    def fill_reference(self, pairs: Sequence[Demonstration]) -> None:
+        """Write the current policy's log-probabilities into the `reference` of each pair."""
+        with self._enter_phase("ref"):
+            packed, sequences, by_rank = self._run_padded(Worker.target_logprobs, pairs)
+        logprobs = scatter_tokens(by_rank, packed.cu_seqlens, sequences)[packed.loss_mask]
+        for pair, values in zip(pairs, logprobs.split(packed.loss_lengths().tolist()), strict=False):
+            pair.reference[:] = values.numpy()
+
+    def _run_padded(
+        self, verb: Callable[..., R], demonstrations: Sequence[Demonstration]
+    ) -> tuple[PackedBatch, Sequence[Sequence[int]], list[R]]:
+        """Call `verb` on each rank with its demonstrations. Return the batch, the sequences of each rank, and the
+        results. Each rank needs the same number, so copies of the last demonstration are added. They have no loss."""
+        missing = -len(demonstrations) % self._group.world_size
+        packed = pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])
+        shares = self._assign(packed, packed.num_sequences).whole
+        arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
+        return packed, shares.sequences, self._group.begin(verb, arguments).result()

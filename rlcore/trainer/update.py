@@ -1,32 +1,203 @@
-"""The optimizer steps of one training step. The critic is updated first, and then the policy."""
+"""The advantages and returns of a training step, and its optimizer steps. The critic is updated before the policy."""
 
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator, clipped_by_covariance, masked, rank_share, token_covariance
-from rlcore.algos.loss_call import has_argument
+from rlcore.algos.advantages import (
+    SequenceAdvantage,
+    broadcast_to_tokens,
+    gae,
+    group_advantages,
+    has_scored_peer,
+    reinforce_pp,
+    token_rewards,
+    whiten,
+)
+from rlcore.algos.aggregation import (
+    Denominator,
+    clipped_by_covariance,
+    masked,
+    masked_sum,
+    rank_share,
+    segment_sum,
+    token_covariance,
+)
+from rlcore.algos.loss_call import advantage_problem, bind_advantage, check_results, has_argument
+from rlcore.algos.losses import importance_weights, kl_estimate, rejection_mask
 from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics, lr_at
 from rlcore.batching.balance import Assignment, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
-from rlcore.trainer.clock import PhaseClock
-from rlcore.types import TrainBatch
+from rlcore.trainer import PhaseClock
+from rlcore.types import PackedBatch, Score, TrainBatch
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.trained_model import MiniBatch, ModelUpdate, ModelUpdates
 from rlcore.workers.worker import Worker
 
 S = TypeVar("S", bound=Statistics)
+Parts: TypeAlias = tuple[Float[Tensor, "N K"], Float[Tensor, "K"]]
+"""The K parts of each score that `reward.weights` names, and their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResults:
+    """The results of the forward passes before an update. A result is None if the algorithm does not need it."""
+
+    old_logprobs: Float[Tensor, "T"] | None = None
+    ref_logprobs: Float[Tensor, "T"] | None = None
+    values: Float[Tensor, "T"] | None = None
+    entropy: Float[Tensor, "T"] | None = None
+    teacher_logprobs: Float[Tensor, "T"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The estimated advantages and returns, with the input of the updates as `batch`. `kl_in_reward` and `teacher_kl`:
+    the mean KL divergence per response token from the reference and the teacher, without its coefficient.
+    `masked_share`: the share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the
+    update, or None if both are off."""
+
+    batch: TrainBatch
+    rewards: Float[Tensor, "N"]  # the scores minus the KL penalty in the reward
+    returns: Float[Tensor, "T"]  # for group methods, the advantages
+    kl_in_reward: float | None
+    masked_share: float | None
+    response_mask: Bool[Tensor, "T"]  # the loss mask before this exclusion
+    teacher_kl: float | None = None
+
+
+def score_parts(scores: Sequence[Score], weights: Mapping[str, float]) -> Parts:
+    """Return the parts that `weights` names, or the total as the only part, and the weights. A missing part is 0."""
+    if not weights:
+        return torch.tensor([[score.total] for score in scores]), torch.ones(1)
+    rows = [[score.parts.get(name, 0.0) for name in weights] for score in scores]
+    return torch.tensor(rows), torch.tensor(list(weights.values()))
+
+
+def estimate(
+    packed: PackedBatch,
+    forward: ForwardResults,
+    greedy_scores: Sequence[float] | None,
+    *,
+    algo: AlgoConfig,
+    kl_coef: float,
+    parts: Parts,
+    is_truncated: Bool[Tensor, "N"],
+    turn_rewards: Float[Tensor, "T"] | None = None,
+) -> Estimate:
+    """Compute advantages and returns with the method `algo.advantage`. Responses without a score are excluded.
+
+    A teacher gives each token the advantage `coef (log p_teacher - log p_old)` (Agarwal et al. 2024, arXiv:2306.13649),
+    or none with `algo.teacher.top_k`. `turn_rewards`: if None, the whole score is at the last token."""
+    old_logprobs, ref_logprobs, values = forward.old_logprobs, forward.ref_logprobs, forward.values
+    mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
+    kl: Tensor | None = None
+    kl_in_reward: float | None = None
+    if algo.kl.where == "reward":
+        assert old_logprobs is not None, "a KL in the reward needs the old log-probabilities"
+        assert ref_logprobs is not None, "a KL in the reward needs the reference's log-probabilities"
+        kl = kl_estimate(old_logprobs, ref_logprobs, estimator=algo.kl.estimator_in_use)
+        if mask.any():
+            kl_in_reward = (masked_sum(kl, mask) / mask.sum()).item()
+    early = torch.zeros_like(packed.behavior_logprobs) if turn_rewards is None else turn_rewards
+    late = packed.scores - segment_sum(early, sequence_ids, packed.num_sequences)
+    token_level = early + token_rewards(late, packed.cu_seqlens, mask, kl, kl_coef)
+    rewards = segment_sum(token_level, sequence_ids, packed.num_sequences)
+    if algo.advantage == "gae":
+        assert values is not None, "GAE needs a critic's values"
+        raw, returns = gae(token_level, values, mask, sequence_ids, gamma=algo.gamma, lam=algo.lam)
+        advantages = whiten(raw, mask)
+    elif algo.advantage == "reinforce_pp":
+        advantages, returns = reinforce_pp(token_level, mask, sequence_ids, gamma=algo.gamma)
+    else:
+        sequence_level = _sequence_advantages(packed, rewards, greedy_scores, parts, algo)
+        advantages = returns = broadcast_to_tokens(sequence_level, mask, sequence_ids)
+    teacher_kl = None
+    if algo.teacher is not None:
+        if not algo.teacher.with_reward:
+            advantages = torch.zeros_like(advantages)
+        if not algo.teacher.top_k:
+            assert old_logprobs is not None, "a teacher is compared with the old policy"
+            assert forward.teacher_logprobs is not None, "distillation needs the teacher's log-probabilities"
+            closer = torch.where(mask, forward.teacher_logprobs - old_logprobs, 0.0)
+            advantages = advantages + algo.teacher.coef * closer
+            teacher_kl = (-masked_sum(closer, mask) / mask.sum()).item() if mask.any() else None
+    weights = mask.float()
+    if algo.importance.mode != "off":
+        assert old_logprobs is not None, "an importance weight is a ratio to the old policy"
+        rows = (mask, sequence_ids, packed.num_sequences)
+        weights = importance_weights(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.importance)
+    update_mask = _update_mask(packed, old_logprobs, is_truncated, algo)
+    masked_share = None
+    if update_mask is not mask and mask.any():
+        masked_share = 1 - (update_mask.sum() / mask.sum()).item()
+    batch = TrainBatch(
+        packed=replace(packed, loss_mask=update_mask),
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs if algo.kl.where == "loss" else None,
+        old_values=values,
+        advantages=advantages,
+        returns=None if values is None else returns,
+        importance_weights=weights,
+    )
+    return Estimate(batch, rewards, returns, kl_in_reward, masked_share, mask, teacher_kl)
+
+
+def _update_mask(
+    packed: PackedBatch,
+    old_logprobs: Float[Tensor, "T"] | None,
+    is_truncated: Bool[Tensor, "N"],
+    algo: AlgoConfig,
+) -> Bool[Tensor, "T"]:
+    mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
+    if algo.rejection.level != "off":
+        assert old_logprobs is not None, "a rejection measures the distance to the old policy"
+        rows = (packed.loss_mask, sequence_ids, packed.num_sequences)
+        mask = mask & ~rejection_mask(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.rejection)
+    if algo.mask_truncated:
+        mask = mask & ~is_truncated[sequence_ids]
+    return mask
+
+
+def _sequence_advantages(
+    packed: PackedBatch,
+    rewards: Float[Tensor, "N"],
+    greedy_scores: Sequence[float] | None,
+    parts: Parts,
+    algo: AlgoConfig,
+) -> Float[Tensor, "N"]:
+    """Return one advantage per response. It is 0 if the response has no score or no scored response to compare with."""
+    greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
+    if greedy is not None:
+        chosen = packed.score_mask & greedy.isfinite()
+    else:
+        chosen = has_scored_peer(packed.score_mask, packed.group_ids)
+    lengths, group_ids = packed.loss_lengths()[chosen], packed.group_ids[chosen]
+    advantages = torch.zeros_like(rewards)
+    if algo.advantage_function is None:
+        advantages[chosen] = group_advantages(
+            rewards[chosen],
+            group_ids,
+            method=cast(SequenceAdvantage, algo.advantage),
+            lengths=lengths,
+            greedy_scores=None if greedy is None else greedy[chosen],
+        )
+    elif chosen.any():
+        function = bind_advantage(algo, lengths=lengths, parts=parts[0][chosen], part_weights=parts[1])
+        function = check_results(function, "algo.advantage", algo.advantage, advantage_problem)
+        advantages[chosen] = function(rewards[chosen], group_ids).to(advantages.dtype)
+    return advantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +298,6 @@ def apply_selection(
     return replace(batch, importance_weights=weights, covariance_rank=ranks)
 
 
-def logprobs_before_update(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
-    """Return the trainer's log-probabilities of a separate pass before the update, or None without such a pass."""
-    return None if config.trainer.old_logprobs == "behavior" else batch.old_logprobs
-
-
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
     """A batch that is split over the ranks."""
@@ -168,19 +334,28 @@ class SharedBatch:
 
 
 def update_models(
-    config: RunConfig, group: WorkerGroup, shared: SharedBatch, state: LoopState, clock: PhaseClock
+    config: RunConfig,
+    group: WorkerGroup,
+    shared: SharedBatch,
+    state: LoopState,
+    clock: PhaseClock,
+    *,
+    is_skipped: bool = False,
 ) -> Update:
-    """Run all optimizer steps on a batch, but stop at the first non-finite step."""
+    """Run all optimizer steps on a batch, but stop at the first non-finite step. Run none if `is_skipped` is true."""
     total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
-    before = logprobs_before_update(config, shared.batch)
+    before = None if config.trainer.old_logprobs == "behavior" else shared.batch.old_logprobs
+    skipped = Update(share_skipped=1.0, logprobs_before=before)
+    if is_skipped:
+        return skipped
     critic: OptimizerSteps[ValueStatistics] | None = None
     if config.critic is not None:
         lr = lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
         with clock.phase("update_critic"):
             critic_steps, failure = _optimizer_steps(group, Worker.update_critic, shared, lr)
         if failure is not None:
-            return Update(share_skipped=1.0, logprobs_before=before, failure=failure)
+            return replace(skipped, failure=failure)
         critic = _sum_steps(critic_steps, lr) if critic_steps else None
         if state.step < config.critic.warmup_steps:
             return Update(critic=critic, logprobs_before=before)
@@ -189,9 +364,9 @@ def update_models(
         policy_steps, failure = _optimizer_steps(group, Worker.update_policy, shared, lr, state.kl_coef, added)
     share_skipped = 1.0 - sum(by_rank[0].applied for by_rank in policy_steps) / num_steps
     if failure is not None:
-        return Update(share_skipped=share_skipped, logprobs_before=before, failure=failure)
+        return replace(skipped, share_skipped=share_skipped, failure=failure)
     if not policy_steps:
-        return Update(critic=critic, share_skipped=1.0, logprobs_before=before)
+        return replace(skipped, critic=critic)
     if num_steps == 1 and before is None:
         # With several updates, only the forward pass of the first one uses the initial weights.
         logprobs = [update.logprobs for update in policy_steps[0] if update.logprobs is not None]

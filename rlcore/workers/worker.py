@@ -25,8 +25,8 @@ from rlcore.models.lora import num_parameters
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.parallel import adapter_state
 from rlcore.models.shape import ModelShape, peak_flops, shape_from_config
-from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, engine_dtype
+from rlcore.rollout.hf import build_engine
 from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch

@@ -14,7 +14,7 @@ from data.tasks import build_dataset
 from data.tokenizer import Messages, PromptTokenizer
 from rlcore.config import FilterConfig, Gsm8kData
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
-from rlcore.rollout.turns import TurnTokens
+from rlcore.rollout.environment import TurnTokens
 from tests.data.conftest import user_prompts
 from tests.helpers.tokenizer_kinds import KINDS
 

@@ -12,8 +12,8 @@ from data.filter import filter_dataset
 from data.tasks import build_dataset
 from rlcore.config import CountdownData, FilterConfig
 from rlcore.errors import ConfigError
+from rlcore.rollout.environment import TurnTokens
 from rlcore.rollout.tools import Tools, parse_calls, tool_schemas
-from rlcore.rollout.turns import TurnTokens
 from tests.data.conftest import saved
 
 CALCULATOR = "data.arithmetic:calculate"

@@ -9,7 +9,7 @@ from rlcore.config.run import AlarmConfig
 from rlcore.errors import AlarmError, NonFiniteError, UnscoredError
 from rlcore.run.failures import failure_from
 from rlcore.tracking.journal import load_journal, read_journal
-from rlcore.trainer.alarms import SKIPPED
+from rlcore.trainer.metrics import SKIPPED
 from tests.helpers.harmful import HARM
 from tests.helpers.running import assert_same
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.trainer.carry import from_text
+from rlcore.rollout.engine import carried_from_text
 from rlcore.workers.group import LocalGroup
 from tests.helpers.carrying import CARRYING, step_facts
 from tests.helpers.forked import run_module
@@ -38,7 +38,7 @@ def test_killed_and_extended_run_repeats_every_number(tmp_path: Path) -> None:
     assert metrics[1]["rollout/stale_token_share"] == 0.0
     assert all(0 < metrics[step]["rollout/stale_token_share"] < 1 for step in range(2, 5))
     state = json.loads((run.layout.checkpoints / "step-000004" / "state.json").read_text())
-    assert len(from_text(state["carried"])) == 4
+    assert len(carried_from_text(state["carried"])) == 4
 
 
 @pytest.mark.multiprocess

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from rlcore.checkpoint.state import LoopState
+from rlcore.rollout.engine import carried_to_text
 from rlcore.run.problems import Problems
-from rlcore.trainer.carry import to_text
-from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer import PhaseClock
 from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.types import Rollout
 from rlcore.workers.group import WorkerGroup
@@ -37,7 +37,7 @@ def collect_steps(run: SmallRun, group: WorkerGroup, count: int) -> list[tuple[L
                 step=state.step + 1,
                 policy_version=state.policy_version + 1,
                 num_prompts_drawn=state.num_prompts_drawn + experience.num_prompts_drawn,
-                carried=to_text(experience.carried),
+                carried=carried_to_text(experience.carried),
             )
     return found
 

@@ -89,16 +89,6 @@ class KilledOnce(Counting):
         return turn
 
 
-class Fickle(Counting):
-    async def step(self, text: str) -> Turn:
-        turn = await super().step(text)
-        mark = Path(os.environ["KILLED_ONCE"])
-        if self.turns == 3 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), 9)
-        return Turn(str(os.getpid()), turn.done)
-
-
 class KillsTheRun(Counting):
     """Kills the trainer once, in an episode after the third step."""
 

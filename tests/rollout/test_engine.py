@@ -1,6 +1,8 @@
 """Requests and their seeds, complete weight syncs, and the placeholder engine."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,25 +11,22 @@ from torch import Tensor
 
 from rlcore.config import RunConfig, SamplingConfig
 from rlcore.errors import EngineError
-from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import (
+    ROUND_TOKENS,
     NoEngine,
-    RolloutEngine,
-    SamplingRequest,
+    TailCut,
     WeightSyncResult,
     engine_dtype,
     make_requests,
     require_all_weights,
     response_seed,
 )
-from rlcore.types import Prompt, Rollout
+from rlcore.rollout.hf import build_engine
+from rlcore.types import Prompt
+from tests.helpers.forked import run_side_by_side
+from tests.rollout.tail_cut_ranks import CPU, generate
 
 PROMPTS = [Prompt(index, (3, 4 + index), "countdown", "{}") for index in range(2)]
-
-
-@pytest.mark.parametrize(("own", "limit"), [(0, 8), (1, 1), (7, 7), (8, 8), (9, 8)])
-def test_request_limit_is_the_lower_one(own: int, limit: int) -> None:
-    assert SamplingRequest(PROMPTS[0], 0, 1, max_tokens=own).limit(8) == limit
 
 
 def test_responses_to_a_prompt_share_environment_seed() -> None:
@@ -88,22 +87,61 @@ def test_no_engine_gathers_weights_and_generates_nothing() -> None:
     assert str(caught.value) == "rollout.engine: is none, so these workers generate no responses"
 
 
-class Backwards(RolloutEngine):
-    policy_version = 0
-
-    def stream(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> Iterator[tuple[int, Rollout]]:
-        for index in reversed(range(len(requests))):
-            request = requests[index]
-            ids, logprobs = np.array([index], np.int32), np.array([-1.0], np.float32)
-            yield index, Rollout(request.prompt, request.sample_index, ids, logprobs, "stop", 0)
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        return WeightSyncResult()
+LONGEST = 300
 
 
-def test_rollouts_have_order_of_requests() -> None:
-    requests = make_requests(PROMPTS, 3, run_seed=1, stream=1, step=1)
-    found = Backwards().generate(requests, SamplingConfig(), 4)
-    assert [rollout.response_ids.tolist() for rollout in found] == [[index] for index in range(6)]
+def naive_cut(groups: list[list[int]], wanted: int) -> int:
+    """Return the length at which so many groups are finished, token by token."""
+    for length in range(1, LONGEST + 1):
+        if sum(all(each <= length for each in lengths) for lengths in groups) >= wanted:
+            return length
+    raise AssertionError("more groups are wanted than there are")
+
+
+def random_groups(rng: np.random.Generator, count: int) -> list[list[int]]:
+    return [rng.geometric(0.01, size=3).clip(1, LONGEST).tolist() for _ in range(count)]
+
+
+def test_bound_never_falls_below_the_cut() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(50):
+        groups = random_groups(rng, 12)
+        wanted = int(rng.integers(1, 13))
+        bounds = generate({-1: [250], **dict(enumerate(groups))}, wanted, LONGEST)
+        assert bounds == sorted(bounds, reverse=True)
+        assert bounds[0] == LONGEST
+        assert bounds[-1] == naive_cut(groups, wanted)
+
+
+def test_responses_end_within_a_round_of_the_cut() -> None:
+    bounds = generate({0: [20, 3], 1: [40, 40], 2: [290, 1]}, 2, LONGEST)
+    assert bounds == [300, 300, 300, 40, 40], "groups 0 and 1 end in the third round, and group 2 is cut after it"
+
+
+def test_repeated_ends_count_once() -> None:
+    cut = TailCut([0, 0, 1, -1], 1, LONGEST, 1, CPU)
+    for _ in range(2):  # a batch that ran out of memory is repeated
+        cut.end(0, 1, 7)
+        cut.end(-1, 0, 2)
+    assert cut.agree()
+    assert cut.bound == LONGEST
+    cut.end(1, 0, 9)
+    assert not cut.agree(busy=False)
+    assert cut.bound == 9
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("split", ["even", "one has none", "one is late"])
+def test_gloo_ranks_agree(tmp_path: Path, split: str) -> None:
+    groups = random_groups(np.random.default_rng(8), 12)
+    ranks = {
+        "even": [{i: groups[i] for i in range(0, 12, 2)}, {i: groups[i] for i in range(1, 12, 2)}],
+        "one has none": [{}, dict(enumerate(groups))],
+        "one is late": [dict(enumerate(groups)), {-1: [20 * ROUND_TOKENS]}],
+    }[split]
+    file = tmp_path / "groups.json"
+    file.write_text(json.dumps({"ranks": ranks, "wanted": 9, "longest": LONGEST}))
+    outputs = run_side_by_side(*(["tests.rollout.tail_cut_ranks", str(rank), "2", str(file)] for rank in range(2)))
+    first, second = (json.loads(output.splitlines()[-1]) for output, _ in outputs)
+    assert first == second
+    assert first[-1] == naive_cut(groups, 9)

@@ -16,9 +16,8 @@ from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.load import build_scratch_model, load_policy
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer
-from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import SamplingRequest, make_requests
-from rlcore.rollout.hf import HfEngine, sample
+from rlcore.rollout.hf import HfEngine, build_engine, sample
 from rlcore.types import Prompt, Rollout, Score
 
 CPU = torch.device("cpu")
@@ -213,6 +212,7 @@ def test_request_may_have_lower_limit(engine: HfEngine) -> None:
         assert cut.finish_reason == (
             "length" if len(cut.response_ids) < len(whole.response_ids) else whole.finish_reason
         )
+        assert not cut.is_cut, "a limit is no tail cut"
 
 
 def test_engine_dtype_differs_from_trainer(model_directory: Path, policy: CausalPolicy, engine: HfEngine) -> None:

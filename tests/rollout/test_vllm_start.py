@@ -53,56 +53,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 KEYS_AND_VALUES = 2 * 2 * 3 * 8 * 2  # bytes per token: keys and values, layers, heads, width, 2 bytes each
-EVERYWHERE = {
-    "skip_tokenizer_init": True,
-    "load_format": "dummy",
-    "generation_config": "vllm",
-    "dtype": "bfloat16",
-    "max_model_len": 100,
-    "max_num_seqs": 4,
-    "gpu_memory_utilization": 0.25,
-    "tensor_parallel_size": 1,
-    "logprobs_mode": "processed_logprobs",
-    "disable_log_stats": True,
-    "seed": 0,
-}
-"""Arguments on all devices."""
-
-
-def test_arguments_on_cpu(model: Path) -> None:
-    found = engine_arguments(shape(model), settings(sleep_level=1, enforce_eager=False))
-    assert found == EVERYWHERE | {
-        "model": str(model),
-        "max_num_batched_tokens": 4_096,
-        "enforce_eager": True,
-        "enable_prefix_caching": True,
-        "enable_sleep_mode": False,
-        "enable_chunked_prefill": False,
-        "kv_cache_memory_bytes": 4 * (100 + 128) * KEYS_AND_VALUES,
-    }
-
-
-def test_arguments_on_gpu(model: Path, gpu: int) -> None:
-    found = engine_arguments(shape(model, "cuda"), settings(sleep_level=1, enforce_eager=False, prefix_caching=False))
-    assert found == EVERYWHERE | {
-        "model": str(model),
-        "max_num_batched_tokens": None,
-        "enforce_eager": False,
-        "enable_prefix_caching": False,
-        "enable_sleep_mode": True,
-        "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
-        "kv_cache_memory_bytes": 4 * (100 + 16) * KEYS_AND_VALUES,
-    }
-    awake = engine_arguments(shape(model, "cuda"), settings(sleep_level=0, enforce_eager=True))
-    assert (awake["enable_sleep_mode"], awake["enforce_eager"]) == (False, True)
-
-
 UNSPLIT = {"flash_attn_max_num_splits_for_cuda_graph": 1}
 
 
 @pytest.mark.parametrize(
     ("device", "longest", "given", "name", "value"),
     [
+        ("cpu", 100, {"enforce_eager": False}, "enforce_eager", True),
+        ("cuda", 100, {"enforce_eager": False}, "enforce_eager", False),
+        ("cuda", 100, {"enforce_eager": True}, "enforce_eager", True),
+        ("cpu", 100, {"sleep_level": 1}, "enable_sleep_mode", False),
+        ("cuda", 100, {"sleep_level": 1}, "enable_sleep_mode", True),
+        ("cuda", 100, {"sleep_level": 0}, "enable_sleep_mode", False),
+        ("cpu", 100, {}, "enable_chunked_prefill", False),
+        ("cpu", 100, {}, "kv_cache_memory_bytes", 4 * (100 + 128) * KEYS_AND_VALUES),
+        ("cuda", 100, {"prefix_caching": False}, "enable_prefix_caching", False),
+        ("cuda", 100, {}, "max_num_batched_tokens", None),
+        ("cuda", 100, {}, "gpu_memory_utilization", 0.25),
+        ("cuda", 100, {}, "dtype", "bfloat16"),
         ("cuda", 100, {"max_num_seqs": 512}, "max_cudagraph_capture_size", None),
         ("cuda", 100, {"max_num_seqs": 513}, "max_cudagraph_capture_size", 513),
         ("cpu", 100, {"max_num_seqs": 513}, "max_cudagraph_capture_size", None),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import WeightSyncResult
-from rlcore.rollout.vllm.weights import SentWeights, _engine_tensor, _local_shard, load_weights, tied_head
+from rlcore.rollout.vllm.weights import SentWeights, _engine_tensor, _local_shard, load_weights
 
 PARTS = {  # a matrix of vLLM's: the transformers matrices in its rows, and how many each has
     "model.layers.0.self_attn.qkv_proj": {"q_proj": 4, "k_proj": 2, "v_proj": 2},
@@ -124,31 +124,6 @@ WORDS = SimpleNamespace(
 )
 def test_rank_has_its_rows_columns_and_heads(module: Any, leaf: str, tensor: Tensor, part: Any) -> None:
     assert torch.equal(_local_shard(module, leaf, tensor), tensor[part])
-
-
-def test_tied_head() -> None:
-    model = merged()
-    assert tied_head(model) == (None, None)
-    model.lm_head = nn.Linear(4, 8, bias=False)
-    assert tied_head(model) == (None, None)
-    embedding = model.get_submodule("model.embed_tokens")
-    model.lm_head.weight = embedding.weight
-    assert tied_head(model) == (model.lm_head, embedding)
-    assert tied_head(nn.Module()) == (None, None)
-
-
-def test_tied_head_is_compared_with_embedding() -> None:
-    model, given = merged(), weights(0)
-    model.lm_head = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    model.load_state_dict(by_hand(model, given))
-    with torch.no_grad():
-        model.lm_head.weight.copy_(model.get_submodule("model.embed_tokens").weight)
-    sent = SentWeights(model)
-    list(sent.record(given.items()))
-    assert sent.compare() == WeightSyncResult()
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += 1
-    assert sent.compare() == WeightSyncResult(("the head, tied to model.embed_tokens.weight",), ())
 
 
 def test_differing_and_uncompared_tensors() -> None:

@@ -13,7 +13,7 @@ from rlcore.run.failures import Failure, append_failure
 from rlcore.run.record import Pace, RunEvents, RunRecord
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.tracking.journal import load_journal
-from rlcore.trainer.alarms import Alarm
+from rlcore.trainer.metrics import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.device import OomRetry
 from tests.helpers.checkpoints import save

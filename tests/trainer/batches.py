@@ -15,10 +15,9 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import NonFiniteError
 from rlcore.rollout.engine import SamplingRequest
-from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.estimate import Estimate
+from rlcore.trainer import PhaseClock
 from rlcore.trainer.experience import Experience, ResponseSampler, ScoredResponse
-from rlcore.trainer.update import OptimizerSteps, Update
+from rlcore.trainer.update import Estimate, OptimizerSteps, Update
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.group import Pending, WorkerGroup
 from rlcore.workers.trained_model import ModelUpdate, ModelUpdates
@@ -44,7 +43,6 @@ class Written(ResponseSampler):
         *,
         policy_version: int,
         clock: PhaseClock | None = None,
-        shares: Sequence[Sequence[int]] | None = None,
     ) -> list[ScoredResponse]:
         assert policy_version == 4
         self.asked.append(list(requests))

@@ -22,7 +22,7 @@ from rlcore.rollout.environment import Episode
 from rlcore.rollout.hf import HfEngine
 from rlcore.run.problems import Problems
 from rlcore.trainer.episodes import _OpenEpisode
-from rlcore.trainer.estimate import ForwardResults, estimate
+from rlcore.trainer.update import ForwardResults, estimate, score_parts
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
@@ -158,19 +158,6 @@ def test_unrepeatable_episodes_of_killed_process_are_lost(
     assert is_same([found[place] for place in kept], [plain[place] for place in kept])
 
 
-def test_nondeterministic_environment_has_no_score(
-    run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
-    lost: list[tuple[int, str]] = []
-    scores = [score for _, score, _ in play(with_environment(run, "Fickle", num_processes=1), group, unscored=lost)]
-    failures = {score.failure.partition("'")[0] for score in scores if score.failure}
-    assert failures == {"ValueError: a repeated turn got the reply "}
-    ((number, why),) = lost
-    assert number == sum(score.failure is not None for score in scores)
-    assert why in {score.failure for score in scores}
-
-
 def test_too_long_first_message_fails_episode(run: SmallRun, group: LocalGroup) -> None:
     short = with_environment(run, "Greeting", num_processes=1)
     rollout = short.config.rollout.model_copy(update={"max_response_tokens": 1})
@@ -191,7 +178,8 @@ def sleep(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_lost_environments_fail_only_their_episodes(run: SmallRun, group: LocalGroup, sleep: list[str]) -> None:
     odd = with_environment(run, "Odd", deadline_s=20.0)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    rollouts, scores, _ = zip(*play(odd, group, 48), strict=True)
+    unscored: list[tuple[int, str]] = []
+    rollouts, scores, _ = zip(*play(odd, group, 48, unscored), strict=True)
     plain = play(with_environment(run, "Counting"), group, 48)
     for rollout, score, (whole, expected, _) in zip(rollouts, scores, plain, strict=True):
         game = rollout.prompt.token_ids and int(game_of(rollout.prompt))
@@ -202,7 +190,10 @@ def test_lost_environments_fail_only_their_episodes(run: SmallRun, group: LocalG
         if not Odd.is_lost(game) and game % 8 != 3:
             np.testing.assert_array_equal(rollout.response_ids, whole.response_ids)
             assert score == expected
-    why = " ".join(score.failure or "" for score in scores)
+    failures = [score.failure for score in scores if score.failure]
+    ((number, last),) = unscored
+    assert (number, last in failures) == (len(failures), True)
+    why = " ".join(failures)
     for words in ("episode.deadline_s", "its process ended", "RuntimeError: no", "a reply must be text, got int"):
         assert words in why
     packed = pack(rollouts, scores, [index // 2 for index in range(len(rollouts))])
@@ -262,6 +253,8 @@ def test_turn_rewards_match_naive_twin(method: str) -> None:
         None,
         algo=algo,
         kl_coef=0.0,
+        parts=score_parts(scores, {}),
+        is_truncated=torch.zeros(12, dtype=torch.bool),
         turn_rewards=place_turn_rewards(rollouts, packed),
     )
     for rollout, score, start in zip(rollouts, scores, packed.cu_seqlens.tolist(), strict=False):

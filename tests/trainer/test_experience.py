@@ -25,7 +25,7 @@ from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_request
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
-from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer import PhaseClock
 from rlcore.trainer.experience import (
     ExperienceCollector,
     ResponseSampler,

@@ -1,18 +1,24 @@
 """Metrics of a step, computed by hand for four responses."""
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
+import rlcore.trainer
 from rlcore.batching.balance import Assignment, RankShares
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.shape import ModelShape
-from rlcore.trainer.alarms import SKIPPED
+from rlcore.trainer import PhaseClock
 from rlcore.trainer.metrics import (
+    SKIPPED,
     balance_metrics,
     cost_metrics,
     group_metrics,
@@ -131,42 +137,32 @@ INFO = WorkerInfo("CPU", "float32", "sdpa", 1, SHAPE, CRITIC, 1e6, 1)
 
 
 def test_mfu_metrics() -> None:
-    seconds = {"update_actor": 2.0, "update_critic": 4.0}
-    found = mfu_metrics(seconds, [5, 7], INFO, num_targets=8, num_epochs=3, num_devices=2, num_shared=4)
-    peak = 2 * 1e6
-    assert found == {
-        "perf/mfu/actor": 3 * SHAPE.update_flops([5, 7], num_targets=8, num_shared=4) / (2.0 * peak),
-        "perf/mfu_verl/actor": 3 * SHAPE.verl_flops([5, 7]) / (2.0 * peak),
-        "perf/mfu/critic": 3 * CRITIC.update_flops([5, 7], num_targets=0, num_shared=4) / (4.0 * peak),
-    }
-    supervised = mfu_metrics({"supervise": 2.0}, [5, 7], INFO, num_targets=8, num_epochs=3, num_devices=2)
-    assert supervised == {
-        "perf/mfu/actor": 3 * SHAPE.update_flops([5, 7], num_targets=8) / (2.0 * peak),
-        "perf/mfu_verl/actor": 3 * SHAPE.verl_flops([5, 7]) / (2.0 * peak),
-    }
-    lora = LoraConfig(rank=2)
-    adapted = mfu_metrics({"update_actor": 2.0}, [5, 7], INFO, num_targets=8, num_epochs=1, num_devices=2, lora=lora)
-    assert adapted == {
-        "perf/mfu/actor": SHAPE.update_flops([5, 7], num_targets=8, lora=lora) / (2.0 * peak),
-        "perf/mfu_verl/actor": SHAPE.verl_flops([5, 7]) / (2.0 * peak),
-    }
-    for unknown in (replace(INFO, peak_flops=None), replace(INFO, shape=None, critic_shape=None)):
-        assert mfu_metrics(seconds, [5], unknown, num_targets=8, num_epochs=1, num_devices=1) == {}
-
-
-def test_cost_metrics() -> None:
     packed = pack_experience(make_experience())
     shares = RankShares(((0, 3), (1, 2)), 1)
-    seconds = {"update_actor": 2.0, "gen": 6.0, "step": 38.0}
-    config = make_config("trainer.epochs_per_batch=3")
-    counts = {"num_targets": int(packed.loss_mask.sum()), "num_epochs": 3, "num_devices": 2, "num_shared": 4}
-    found = cost_metrics(config, packed, 12, Assignment((shares,), shares, 4), seconds, INFO)
-    expected = {
-        **balance_metrics(packed, shares.sequences),
-        **mfu_metrics(seconds, [5, 3, 6, 5], INFO, **counts),
-        **timing_metrics(seconds, packed, num_response_tokens=12, num_devices=2),
+    deal, config = Assignment((shares,), shares, 4), make_config("trainer.epochs_per_batch=3")
+    lengths, targets, peak = [5, 3, 6, 5], int(packed.loss_mask.sum()), 2 * 1e6
+    of_actor = {
+        "perf/mfu/actor": 3 * SHAPE.update_flops(lengths, num_targets=targets, num_shared=4) / (2.0 * peak),
+        "perf/mfu_verl/actor": 3 * SHAPE.verl_flops(lengths) / (2.0 * peak),
     }
-    assert found == {**expected, "perf/cpu_memory_used_gb": found["perf/cpu_memory_used_gb"]}
+    seconds = {"update_actor": 2.0, "update_critic": 4.0}
+    critic = 3 * CRITIC.update_flops(lengths, num_targets=0, num_shared=4) / (4.0 * peak)
+    assert mfu_metrics(config, packed, deal, seconds, INFO) == {**of_actor, "perf/mfu/critic": critic}
+    assert mfu_metrics(config, packed, deal, {"supervise": 2.0}, INFO) == of_actor
+    adapted = make_config("trainer.epochs_per_batch=3", "model.lora.rank=2")
+    work = SHAPE.update_flops(lengths, num_targets=targets, num_shared=4, lora=LoraConfig(rank=2))
+    found = mfu_metrics(adapted, packed, deal, {"update_actor": 2.0}, INFO)
+    assert found == {**of_actor, "perf/mfu/actor": 3 * work / (2.0 * peak)}
+    for unknown in (replace(INFO, peak_flops=None), replace(INFO, shape=None, critic_shape=None)):
+        assert mfu_metrics(config, packed, deal, seconds, unknown) == {}
+    full = {**seconds, "gen": 6.0, "step": 38.0}
+    found = cost_metrics(config, packed, 12, deal, full, INFO)
+    assert found == {
+        **balance_metrics(packed, shares.sequences),
+        **mfu_metrics(config, packed, deal, full, INFO),
+        **timing_metrics(full, packed, num_response_tokens=12, num_devices=2),
+        "perf/cpu_memory_used_gb": found["perf/cpu_memory_used_gb"],
+    }
 
 
 def test_memory_metrics() -> None:
@@ -224,3 +220,26 @@ def test_step_metrics() -> None:
         assert mismatch_metrics(compared, varied, None).items() <= metrics.items()
     weighted = make_config("algo.importance.mode=truncate")
     assert "rollout_corr/weight/mean" in step_metrics(weighted, found, more, Update(logprobs_before=old))
+
+
+def test_phases_add_up_inside_their_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes a second."""
+    monkeypatch.setattr(rlcore.trainer, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    seen: list[str] = []
+
+    @contextmanager
+    def enter(name: str) -> Iterator[None]:
+        seen.append(f"into {name}")
+        yield
+        seen.append(f"out of {name}")
+
+    clock = PhaseClock(enter)
+    with clock.phase("gen"):
+        seen.append("at work")
+    assert seen == ["into gen", "at work", "out of gen"]
+    with pytest.raises(ValueError, match="broken"), clock.phase("adv"):
+        raise ValueError("broken")
+    assert clock.seconds() == {"gen": 1, "adv": 1, "step": 5}
+    with clock.phase("gen"):
+        assert clock.seconds() == {"gen": 1, "adv": 1, "step": 7}, "a running phase does not count yet"
+    assert clock.seconds() == {"gen": 3, "adv": 1, "step": 9}

@@ -17,7 +17,7 @@ from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, KlConfig
 from rlcore.config.base import Section
 from rlcore.config.compose import load_config
-from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer import PhaseClock
 from rlcore.trainer.update import (
     SharedBatch,
     Update,
@@ -60,13 +60,6 @@ def with_target(target: float) -> AlgoConfig:
 def test_update_metrics_by_settings(settings_of: AlgoConfig, more: dict[str, float]) -> None:
     assert UPDATE.metrics(settings_of) == {**OF_CRITIC, **OF_POLICY, **more}
     assert Update(critic=UPDATE.critic).metrics(settings_of) == OF_CRITIC
-
-
-def test_observed_kl_by_place() -> None:
-    in_loss, in_reward = AlgoConfig(kl=KlConfig(where="loss")), AlgoConfig(kl=KlConfig(where="reward"))
-    assert [UPDATE.observed_kl(in_loss, 0.75), UPDATE.observed_kl(in_reward, 0.75)] == [0.25, 0.75]
-    assert Update().observed_kl(in_loss, 0.75) is None
-    assert UPDATE.observed_kl(AlgoConfig(), None) is None
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 
 from rlcore.batching.pack import pack
-from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, response_seed, turn_seed
+from rlcore.rollout.engine import (
+    TRAINING_STREAM,
+    Carried,
+    GroupsInProgress,
+    SamplingRequest,
+    carried_from_text,
+    carried_to_text,
+    first_finished,
+    response_seed,
+    turn_seed,
+)
 from rlcore.run.problems import Problems
-from rlcore.trainer.carry import Carried, GroupsInProgress, first_finished, from_text, to_text
 from rlcore.trainer.experience import ResponseSampler
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.group import LocalGroup
@@ -135,8 +144,8 @@ def test_first_finished_groups_in_order_of_equal_lengths() -> None:
 
 def test_text_keeps_every_bit() -> None:
     carried = tuple(Carried.of(written(4, sample), 2**62 + sample, 3 + sample) for sample in range(2))
-    assert from_text(to_text(carried)) == carried
-    assert (from_text(""), to_text(())) == ((), "")
+    assert carried_from_text(carried_to_text(carried)) == carried
+    assert (carried_from_text(""), carried_to_text(())) == ((), "")
     first, second = (each.rollout(9) for each in carried)
     assert (first.response_ids.tolist(), second.response_ids.tolist()) == ([0, 1, 2], [0, 1, 2, 3])
     assert second.behavior_logprobs.tobytes() == written(4).behavior_logprobs.tobytes()

@@ -15,8 +15,8 @@ from rlcore.checkpoint.state import LoopState
 from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
 from rlcore.run.problems import Problems
-from rlcore.trainer.alarms import SKIPPED, Alarm, batch_alarms, step_alarms
 from rlcore.trainer.experience import Experience, ExperienceCollector, ResponseSampler
+from rlcore.trainer.metrics import SKIPPED, Alarm, batch_alarms, step_alarms
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.update import OptimizerSteps, Update
 from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from rlcore.rollout.vllm import short_names as short
-from rlcore.rollout.vllm.short_names import REQUEST_NAMES, unsupported_reason
+from rlcore.rollout.vllm import short_steps as short
+from rlcore.rollout.vllm.short_steps import REQUEST_NAMES, unsupported_reason
 
 
 class FullAttentionSpec:

@@ -11,7 +11,7 @@ from rlcore.batching.prompts import Demonstration
 from rlcore.checkpoint.state import LoopState
 from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
-from rlcore.trainer.supervised import SupervisedTrainer
+from rlcore.trainer.step import SupervisedTrainer
 from rlcore.types import PackedBatch
 from rlcore.workers.device import MemoryPeak, OomRetry
 from rlcore.workers.group import Pending, WorkerGroup
