@@ -19,7 +19,7 @@ from rlcore.config.compose import Composition, compose, experiment_names
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import override_value
 from rlcore.errors import ConfigError
-from rlcore.storage.documents import find_obstacle
+from rlcore.storage.disk import find_obstacle
 
 _NAMES = experiment_names()
 _EXPERIMENT_SCHEMA = {

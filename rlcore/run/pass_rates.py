@@ -6,10 +6,15 @@
 The fingerprint covers the initial policy, the filtered rows, the sampling, and the scorer with its code and settings.
 This module does not import torch."""
 
-from collections.abc import Mapping
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +24,18 @@ import pyarrow.parquet as pq
 from rlcore.batching.loader import PassCounts
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
-from rlcore.errors import DataError
-from rlcore.run.inputs import RunInputs, code_payload, digests_in, generation_payload, planned_initial_policy
-from rlcore.storage.manifest import MANIFEST, read_finished_or_set_aside
+from rlcore.errors import DataError, StopRequestedError
+from rlcore.evaluation.result import Response
+from rlcore.prompt import Prompt
+from rlcore.run.initial_policy import digests_in, planned_initial_policy
+from rlcore.run.layout import RunInputs, code_payload, generation_payload
+from rlcore.run.stop import locked_run
+from rlcore.run.watchdog import Watchdog
+from rlcore.storage.manifest import FINGERPRINT, MANIFEST, read_finished_or_set_aside
+from rlcore.storage.publish import published_directory
+
+if TYPE_CHECKING:
+    from rlcore.run.record import Pace
 
 PASS_RATES_FORMAT = 2  # increase this if the columns change, or if the same settings now give other responses
 TABLE = "pass_rates.parquet"
@@ -46,6 +60,8 @@ SCHEMA = pa.schema(
 """The columns of the table. `samples`: the number of responses with a score. `passes`: the number of correct responses.
 `unscored`: the number of responses without a score. `mean_score` and `mean_parts` cover scored responses. Token counts
 and `truncated` cover all responses. `digest`: see `row_digests`."""
+
+STAGE = "pass-rates"  # the name of the stage in events
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
@@ -183,3 +199,133 @@ def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
         "unscored": int(pc.sum(table.column("unscored")).as_py()),
         "rows_by_passes": " ".join(map(str, np.bincount(passes, minlength=samples + 1))),
     }
+
+
+class PassRateMeasurement:
+    """The measurement of the pass rates of one run. `prompts`: loads the initial policy and returns the training
+    prompts. `sample`: returns responses to prompts, from the number of responses and the index of the first prompt."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        inputs: RunInputs,
+        guard: Watchdog,
+        prompts: Callable[[], Sequence[Prompt]],
+        sample: Callable[[Sequence[Prompt], int, int], Sequence[Response]],
+    ) -> None:
+        self._config, self._inputs, self._guard = config, inputs, guard
+        self._prompts, self._sample = prompts, sample
+
+    @cached_property
+    def _directory(self) -> Path:
+        return planned_pass_rates(self._config, self._inputs.filtered_directory)
+
+    @property
+    def _parts_folder(self) -> Path:
+        return self._directory.with_name(f"measuring-{self._directory.name}")
+
+    def make(self) -> PassRates:
+        """Return the table of pass rates. Measure them first if needed. Raises DataError if the scorer always failed or
+        `pass_rates.keep` leaves too few rows, and StopRequestedError after a stop request."""
+        found = find_pass_rates(self._config, self._inputs)
+        if found is None:
+            with locked_run(self._parts_folder, self._guard.report, self._guard.stop, math.inf):
+                if find_pass_rates(self._config, self._inputs) is None:  # no other run has measured it
+                    self._publish(self._parts())
+            found = find_pass_rates(self._config, self._inputs)
+            assert found is not None, "it has been published"
+        found.require_enough(self._config.trainer.batch_size)
+        return found
+
+    def _parts(self) -> list[pa.Table]:
+        from rlcore.run.record import Pace  # imports torch
+
+        prompts = self._prompts()
+        digests = [digest for file in self._inputs.train_parquets for digest in row_digests(file)]
+        parts: list[pa.Table] = []
+        pace, done, size = Pace(is_warm=False), 0, self._config.pass_rates.rows_per_part
+        while done < len(prompts):
+            folder = self._parts_folder / f"rows-{done:09d}"
+            if read_finished_or_set_aside(folder) is None:
+                if self._guard.stop():
+                    raise StopRequestedError(
+                        f"the pass rates of {done:,} of {len(prompts):,} rows are saved; start again to resume"
+                    )
+                begun = time.monotonic()
+                part = self._measure(prompts[done : done + size], digests[done : done + size], done)
+                seconds = time.monotonic() - begun
+                _write(part, folder, {})
+                pace.tick()
+                self._report_progress(part, done + part.num_rows, len(prompts), pace, seconds)
+            parts.append(read_table(folder / TABLE))
+            done += parts[-1].num_rows
+        return parts
+
+    def _measure(self, prompts: Sequence[Prompt], digests: Sequence[str], first_row: int) -> pa.Table:
+        count = self._config.pass_rates.samples
+        responses = self._sample(prompts, count, first_row)
+        rows = [
+            {"digest": digest, **count_row(prompt, responses[index * count : (index + 1) * count])}
+            for index, (prompt, digest) in enumerate(zip(prompts, digests, strict=True))
+        ]
+        return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+    def _report_progress(self, part: pa.Table, done: int, total: int, pace: "Pace", seconds: float) -> None:
+        samples = self._config.pass_rates.samples
+        scores = [score for score in part.column("mean_score").to_pylist() if score is not None]
+        tokens = float(np.sum(part.column("mean_tokens").to_numpy())) * samples
+        self._guard.report(
+            {
+                "event": "progress",
+                "stage": STAGE,
+                "step": done,
+                "to_step": total,
+                "total_steps": total,
+                "metrics": {"critic/score/mean": sum(scores) / len(scores)} if scores else {},
+                "tokens_per_s": tokens / max(seconds, 1e-9) / self._config.runtime.num_workers,
+                "num_devices": self._config.runtime.num_workers,
+                "eta_s": pace.eta_s(-(-(total - done) // self._config.pass_rates.rows_per_part)),
+            }
+        )
+
+    def _publish(self, parts: Sequence[pa.Table]) -> None:
+        table = pa.concat_tables(parts).combine_chunks()
+        samples, scorer = self._config.pass_rates.samples, self._config.data.environment or self._config.data.scorer
+        unscored = sum(table.column("unscored").to_pylist())
+        if unscored == samples * table.num_rows:
+            raise DataError(
+                f"{scorer}: failed on all {unscored:,} responses of the initial policy, so there are no pass rates. "
+                f"Repair it, and delete {self._parts_folder}"
+            )
+        if unscored:
+            text = f"pass rates: {scorer} failed on {unscored:,} responses, which are left out"
+            self._guard.report({"event": "note", "text": text})
+        facts = {FINGERPRINT: self._directory.name, **facts_of(table, samples)}
+        _write(table, self._directory, facts)
+        for folder in self._parts_folder.glob("rows-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
+    """Return one prompt's row of the pass-rate table. The column `digest` is left out."""
+    scored = [response for response in responses if response.failure is None]
+    names = sorted({name for response in scored for name in response.parts})
+    by_part = {name: [response.parts[name] for response in scored if name in response.parts] for name in names}
+    return {
+        "row_id": prompt.prompt_id,
+        "data_source": prompt.data_source,
+        "difficulty": prompt.difficulty,
+        "samples": len(scored),
+        "passes": sum(response.solved for response in scored),
+        "unscored": len(responses) - len(scored),
+        "mean_score": sum(response.score for response in scored) / len(scored) if scored else None,
+        "mean_parts": [(name, sum(values) / len(values)) for name, values in by_part.items()],
+        "mean_tokens": sum(response.num_tokens for response in responses) / len(responses),
+        "max_tokens": max(response.num_tokens for response in responses),
+        "truncated": sum(response.finish_reason == "length" for response in responses),
+    }
+
+
+def _write(table: pa.Table, folder: Path, facts: dict[str, str | int | float]) -> None:
+    with published_directory(folder, dict(facts)) as temporary:
+        pq.write_table(table, temporary / TABLE)

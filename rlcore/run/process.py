@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import select
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -30,21 +31,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import JsonValue
+
 from rlcore.checkpoint.catalog import is_exported
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE
-from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, DataError, MillraceError, StopRequestedError
-from rlcore.run.initial_policy import remove_leftovers
-from rlcore.run.inputs import RunInputs
-from rlcore.run.layout import RunLayout
-from rlcore.run.measuring import PassRateMeasurement
+from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, CheckpointError, DataError, MillraceError, StopRequestedError
+from rlcore.evaluation.result import ValidationResult
+from rlcore.run.initial_policy import InitialPolicy, known_initial_policy, remove_leftovers, stage_layout
+from rlcore.run.layout import RunInputs, RunLayout
+from rlcore.run.pass_rates import PassRateMeasurement
 from rlcore.run.record import RunRecord
+from rlcore.run.reinforcement import RunTraining, RunWorkers
 from rlcore.run.stop import StopFlag, locked_run
-from rlcore.run.supervised import WarmStart
-from rlcore.run.supervised_run import SupervisedRun
-from rlcore.run.training import RunTraining, Training
+from rlcore.run.supervised import Demonstrations, WarmStart
+from rlcore.run.training import Training
 from rlcore.run.watchdog import Report, Watchdog, exit_immediately, report_and_exit
-from rlcore.run.workers import RunWorkers
+from rlcore.storage.documents import iter_json, open_ordinary
+from rlcore.storage.manifest import MANIFEST
+from rlcore.storage.publish import published_directory
+from rlcore.tracking.journal import load_journal
 from rlcore.tracking.lineage import read_origin
 from rlcore.user_code import run_code
 
@@ -52,6 +58,60 @@ EXIT_DONE, EXIT_FAILED = 0, 1
 POLL_S = 0.25  # seconds between two checks for a stop request
 
 log = logging.getLogger("rlcore.run.process")
+
+
+class SupervisedRun:
+    """The models and the export of a run without reinforcement learning. Runs can share one supervised stage."""
+
+    def __init__(self, record: RunRecord, inputs: RunInputs, warm_start: WarmStart) -> None:
+        self._record, self._inputs, self._warm_start = record, inputs, warm_start
+        self._config, self._layout = record.config, record.layout
+
+    def base(self) -> InitialPolicy:
+        """Return the model before the stage. Create it if needed. Raises DataError if there are no demonstrations."""
+        Demonstrations.read(self._config, self._inputs)
+        return self._warm_start.base()
+
+    def result(self) -> InitialPolicy:
+        """Return the model after the stage. Raises DataError if the stage is not done."""
+        if (known := known_initial_policy(self._config, self._inputs)) is None:
+            raise DataError(f"{self._layout.run_dir}: the supervised stage is not done; start the run again")
+        return known
+
+    def export(self) -> Mapping[str, object]:
+        """Copy the journal of the stage into the run's journal, and the model after the stage into the run's folder."""
+        model, target = self.result(), self._layout.exported_model
+        if not is_exported(target, model.steps):
+            self._write_journal(model.steps)
+            facts: dict[str, JsonValue] = {"kind": "model", "step": model.steps, **model.figures}
+            earlier = (target / MANIFEST).is_file()
+            with (
+                self._record.guard.phase("export"),
+                published_directory(target, facts, replace=earlier, error=CheckpointError) as folder,
+            ):
+                for file in (path for path in model.directory.rglob("*") if path.is_file() and path.name != MANIFEST):
+                    copy = folder / file.relative_to(model.directory)
+                    copy.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, copy)  # `copytree` would hide a full disk
+        return {"directory": str(target), "step": model.steps}
+
+    def _write_journal(self, last_step: int) -> None:
+        record, stage = self._record, stage_layout(self._config, self._inputs.filtered_directory)
+        if self._layout.journal.is_file() and load_journal(self._layout.journal).steps:  # of a killed process
+            record.journal.resume_at(0, 0)
+        if stage.journal.is_file():
+            with open_ordinary(stage.journal) as file:
+                for line, _ in iter_json(file.fileno(), 0):
+                    if isinstance(line, dict):
+                        record.journal.append(line)
+        record.journal.append_step(0, dict(self._metrics("before")))  # merged with the line of the stage
+        record.journal.append_step(last_step, dict(self._metrics("after")))
+
+    def _metrics(self, name: str) -> Iterator[tuple[str, float]]:
+        folders = [self._layout.validation, *self._layout.suites.glob("*")]
+        for file in (folder / f"{name}.json" for folder in folders):
+            if file.is_file():
+                yield from ValidationResult.read(file).metrics().items()
 
 
 class Session:
@@ -95,7 +155,6 @@ class Session:
             self._warm_start = WarmStart(config, self._inputs, guard, layout.run_dir.name)
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
             self._workers = opened.enter_context(RunWorkers(self._record, self._inputs))
-            self._measuring = PassRateMeasurement(self._record, self._inputs, self._workers)
             self._training = RunTraining(self._record, self._workers)
             self._stage = SupervisedRun(self._record, self._inputs, self._warm_start)
             guard.aside = lambda: self._current.record.saves.at
@@ -115,7 +174,11 @@ class Session:
 
     def measure_pass_rates(self) -> Mapping[str, object]:
         """Measure the pass rates if needed. The initial policy must exist. See `PassRateMeasurement.make`."""
-        return {"directory": str(self._measuring.make().directory)}
+        workers = self._workers
+        measurement = PassRateMeasurement(
+            self._config, self._inputs, self._guard, workers.training_prompts, workers.training_responses
+        )
+        return {"directory": str(measurement.make().directory)}
 
     def train(self, to_step: int, *, settle: bool = True) -> Mapping[str, object]:
         """Train from the newest checkpoint to a step and save a checkpoint. After a stop request, save the last

@@ -4,26 +4,21 @@ and a resume truncates the journal to its length at the checkpoint."""
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 
-from rlcore.checkpoint.catalog import CheckpointInfo, name_of
-from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
-from rlcore.checkpoint.state import LoopState, TrainerState
+from rlcore.checkpoint.catalog import CheckpointInfo, LoopState, name_of
+from rlcore.checkpoint.save import CheckpointSaver, prune
 from rlcore.checkpoint.store import CheckpointStore, FoundCheckpoint
 from rlcore.config import RunConfig
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.responses.store import ResponseWriter
-from rlcore.run.disk import DiskRoom
-from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
-from rlcore.run.watchdog import Watchdog
+from rlcore.run.watchdog import Watchdog, read_failures
 from rlcore.score import HELD_OUT_REWARD
-from rlcore.storage.disk import checkpoint_bytes
-from rlcore.storage.documents import sha256_of
+from rlcore.storage.disk import DiskRoom
 from rlcore.storage.manifest import LEFT, set_aside
 from rlcore.tracking.attempts import CLOSE_TIMEOUT_S, FinalStatus
 from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
@@ -59,39 +54,13 @@ class RunRecord:
         )
         self.saves = CheckpointSaver(self.store, self.room.wait, partial(guard.phase, "commit"))
         self.answers = ResponseWriter(layout.answers, config.answers)
-        self._first_save_bytes = 0
-
-    def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
-        """Begin to save a checkpoint, after the responses of earlier steps are written. See `CheckpointSaver.begin`."""
-        self.answers.start_part()
-
-        def record() -> TrainerState:
-            self.answers.wait()
-            journal_bytes = self.journal.sync()
-            return TrainerState(
-                **asdict(state),
-                journal_bytes=journal_bytes,
-                journal_sha256=sha256_of(self.layout.journal, journal_bytes),
-                settings_fingerprint=settings_fingerprint(self.config),
-            )
-
-        return self.saves.begin(state.step, record, metrics, ranks)
-
-    def set_num_trained_parameters(self, num_trained_parameters: int) -> None:
-        """Set the number of trained parameters, from which the size of the first checkpoint is estimated."""
-        self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
+        self.first_save_bytes = 0  # the estimated size of the first checkpoint
 
     @property
     def next_save_bytes(self) -> int:
         """The estimated size of the next checkpoint."""
-        return self.store.measured_bytes() or self._first_save_bytes
-
-    def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
-        """Wait until the disk has room for the next checkpoint. See `DiskRoom.wait`. `settle`: a function that waits
-        for the current save, after which older checkpoints can be deleted."""
-        if not self.room.check(self.next_save_bytes).enough:
-            settle()
-        self.room.wait(self.next_save_bytes, step)
+        known = self.store.list()
+        return known[-1].size_bytes if known else self.first_save_bytes
 
     def restore(self, info: CheckpointInfo | None) -> LoopState:
         """Return the state at a checkpoint, or at step 0 if `info` is None, and truncate the journal to it. The current
@@ -102,20 +71,17 @@ class RunRecord:
         self.store.set_aside_later(step)
         self.answers.truncate(step)
         if info is None:
-            self._set_aside_results(step)
+            folders = [self.layout.validation, *self.layout.suites.glob("*")]
+            results = [file for folder in folders for file in folder.glob("*.json")]
+            later = [file for file in results if file.stem not in ("before", name_of(0))]
+            for path in (self.layout.exported_model, self.layout.exported_best, *later):
+                if path.exists():
+                    set_aside(path, LEFT, f"{path}: the run continues from step 0", error=CheckpointError)
             self.journal.resume_at(0, 0)
             return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
         saved = self.store.load_state(info)
         self.journal.resume_at(saved.step, saved.journal_bytes)
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
-
-    def _set_aside_results(self, step: int) -> None:
-        kept = {"before", *map(name_of, range(step + 1))}
-        folders = [self.layout.validation, *self.layout.suites.glob("*")]
-        results = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
-        for path in (self.layout.exported_model, self.layout.exported_best, *results):
-            if path.exists():
-                set_aside(path, LEFT, f"{path}: the run continues from step {step}", error=CheckpointError)
 
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, log it and report it to the flow. The user sees `text` in `data`."""

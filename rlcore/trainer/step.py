@@ -13,7 +13,7 @@ from torch import Tensor
 from rlcore.algos.schedules import next_entropy_bonus, next_kl_coef
 from rlcore.batching.balance import Assignment, Balancer, RankShares
 from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.alarms import Alarm, batch_alarms, save_failed_batch, step_alarms

@@ -11,7 +11,7 @@ from rlcore.algos.objective import SupervisedStatistics
 from rlcore.algos.schedules import lr_at
 from rlcore.batching.pack import pack_demonstrations, scatter_tokens, select, shared_prompts, split_pairs
 from rlcore.batching.prompts import Demonstration
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import EnterPhase, PhaseClock

@@ -18,7 +18,7 @@ from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
 from rlcore.batching.balance import Assignment, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from rlcore.checkpoint.shards import load_shards
-from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.catalog import TrainerState
+from rlcore.checkpoint.load import load_shards
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.fingerprint import settings_fingerprint

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlcore.checkpoint import shard_files
-from rlcore.checkpoint.shard_files import Box, LocalPart, ShardReader, local_part, rank_and_world_size, write_parts
-from rlcore.checkpoint.shards import load_shards
+from rlcore.checkpoint import shards
+from rlcore.checkpoint.load import ShardReader, load_shards
+from rlcore.checkpoint.shards import Box, LocalPart, local_part, rank_and_world_size, write_parts
 from rlcore.errors import CheckpointError, DiskSpaceError
 from tests.checkpoint.small import assert_same, build, save_shards, state_of, train
 from tests.storage.small_disk import fill
@@ -116,7 +116,7 @@ def test_compiled_modules_have_plain_names(saved):
 
 
 def test_round_trip_over_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_files, "MAX_FILE_BYTES", 4000)
+    monkeypatch.setattr(shards, "MAX_FILE_BYTES", 4000)
     model, optimizer = build(seed=1)
     train(model, optimizer, 1)
     save_shards(tmp_path / "policy", model=model, optimizer=optimizer)
@@ -174,7 +174,7 @@ def test_another_optimizer_or_fewer_tensors_are_refused(saved, tmp_path):
 
 
 def test_missing_file_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_files, "MAX_FILE_BYTES", 20_000)
+    monkeypatch.setattr(shards, "MAX_FILE_BYTES", 20_000)
     model, optimizer = build(seed=1)
     train(model, optimizer, 1)
     save_shards(tmp_path / "policy", model=model, optimizer=optimizer)

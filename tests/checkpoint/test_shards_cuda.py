@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rlcore.checkpoint.shards import RankSaver, load_shards
+from rlcore.checkpoint.load import load_shards
+from rlcore.checkpoint.save import RankSaver
 from tests.checkpoint.small import assert_same, build, save_shards, state_of
 
 pytestmark = [

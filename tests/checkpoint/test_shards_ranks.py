@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlcore.checkpoint.shards import load_shards
+from rlcore.checkpoint.load import load_shards
 from tests.checkpoint.small import assert_same, build, save_shards, state_of, train
 from tests.helpers.side_by_side import run_side_by_side
 

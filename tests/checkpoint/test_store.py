@@ -28,7 +28,6 @@ from tests.storage.small_disk import fill
 def test_store_lists_finds_and_reads_checkpoints(tmp_path):
     store = store_at(tmp_path)
     assert store.latest() is None
-    assert store.measured_bytes() is None
     for step in (20, 40, 1_000_000):
         save(store, step, score=step / 1e6)
     assert steps(store) == [20, 40, 1_000_000]
@@ -37,7 +36,7 @@ def test_store_lists_finds_and_reads_checkpoints(tmp_path):
     assert newest.path == store.path_of(1_000_000)
     assert newest.score == 1.0
     assert newest.created.startswith("20")
-    assert newest.size_bytes == store.measured_bytes() > 1000
+    assert newest.size_bytes > 1000
     assert store.load_state(newest) == state_at(1_000_000)
     with store.writing(state_at(60), {"a": float("nan"), "b": float("inf"), "c": 0.1}):
         pass
@@ -150,7 +149,7 @@ def test_file_instead_of_the_folder_is_refused(tmp_path):
 def test_unreadable_settings_are_an_error(tmp_path):
     settings = save(store_at(tmp_path), 1) / "settings.json"
     settings.write_text("[" * settings.stat().st_size)
-    with pytest.raises(CheckpointError, match=r"settings\.json: cannot be read .*nested too deeply"):
+    with pytest.raises(CheckpointError, match=r"settings\.json: cannot be read .*recursion limit"):
         store_at(tmp_path, RunConfig(seed=7)).latest(verify=False)
 
 
@@ -270,7 +269,9 @@ def test_ten_of_many_different_settings_are_shown(tmp_path: Path, count: int, mo
         in str(caught.value)
     )
     (folder / "settings.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=rf"settings\.json: holds no settings\. Restore it, or delete {folder}\."):
+    with pytest.raises(
+        CheckpointError, match=rf"settings\.json: cannot be read \(.*an object\)\. Restore it, or delete {folder}\."
+    ):
         require_same_settings(info, {}, "another")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.checkpoint.shards import load_shards
+from rlcore.checkpoint.load import load_shards
 from tests.checkpoint.crashing import store_at
 from tests.checkpoint.small import assert_same, build, digest, state_of, train
 

@@ -16,7 +16,7 @@ from rlcore.config.compose import load_config
 from rlcore.config.data import ParquetData
 from rlcore.errors import DataError
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
-from rlcore.run.inputs import RunInputs
+from rlcore.run.layout import RunInputs
 from rlcore.run.supervised import Demonstrations
 from tests.data.conftest import CHAT_TEMPLATE, saved
 from tests.helpers.tokenizer_kinds import KINDS

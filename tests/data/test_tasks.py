@@ -15,13 +15,7 @@ from data.countdown_problems import draw_chunk, generate
 from data.filter import filter_dataset, filter_fingerprint
 from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
-from data.tasks import (
-    build_dataset,
-    dataset_directory,
-    dataset_fingerprint,
-    input_digests,
-    inputs_of,
-)
+from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
 from data.tokenizer import tokenizer_fingerprint
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import (
@@ -37,7 +31,7 @@ from rlcore.config import (
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.inputs import RunInputs
+from rlcore.run.layout import RunInputs
 from rlcore.run.problems import Problems
 
 SMALL = CountdownData(

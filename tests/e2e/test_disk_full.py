@@ -13,8 +13,7 @@ from torch import Tensor
 from rlcore.checkpoint import shard_files
 from rlcore.config.compose import load_config
 from rlcore.errors import DiskSpaceError, StopRequestedError
-from rlcore.run.disk import disk_needs
-from rlcore.run.layout import RunLayout
+from rlcore.run.layout import RunLayout, disk_needs
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
 from tests.helpers.running import answers_of, assert_same, steps_of, weights_of

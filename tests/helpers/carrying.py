@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.run.problems import Problems
 from rlcore.trainer.carry import to_text
 from rlcore.trainer.clock import PhaseClock

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flows.sweep.points import Member, members_of
-from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.catalog import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.sweep import load_sweep

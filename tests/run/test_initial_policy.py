@@ -6,8 +6,15 @@ from types import MappingProxyType
 import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
-from rlcore.run.initial_policy import REFERENCE, InitialPolicy, known_initial_policy, remove_leftovers, stage_layout
-from rlcore.run.inputs import RunInputs, planned_initial_policy
+from rlcore.run.initial_policy import (
+    REFERENCE,
+    InitialPolicy,
+    known_initial_policy,
+    planned_initial_policy,
+    remove_leftovers,
+    stage_layout,
+)
+from rlcore.run.layout import RunInputs
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import Manifest
 from tests.helpers.published import publish

@@ -7,7 +7,7 @@ import pytest
 
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import Demonstration
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError

@@ -19,10 +19,9 @@ from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
 from rlcore.errors import WorkerLostError
-from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
-from rlcore.run.watchdog import Watchdog
+from rlcore.run.watchdog import Watchdog, read_failures
 
 WAIT_S = 60
 FULL_PIPE = """

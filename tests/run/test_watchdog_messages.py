@@ -13,10 +13,9 @@ from rlcore.config import RunConfig
 from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
 from rlcore.errors import DataError, HangError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run import watchdog
-from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
-from rlcore.run.watchdog import DEADLINE_OF, StepAbandonedError, Watchdog
+from rlcore.run.watchdog import DEADLINE_OF, StepAbandonedError, Watchdog, read_failures
 
 
 class FakeStop(StopFlag):

@@ -9,10 +9,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from rlcore.errors import DataError
+from rlcore.storage.disk import find_obstacle
 from rlcore.storage.documents import (
     content_digest,
     files_of,
-    find_obstacle,
     first_problem,
     open_ordinary,
     parse_json,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlcore.errors import CheckpointError, DataError, DiskSpaceError
+from rlcore.storage.documents import temporary_sibling
 from rlcore.storage.locks import FileLock
 from rlcore.storage.manifest import (
     FileEntry,
@@ -30,7 +31,6 @@ from rlcore.storage.publish import (
     remove_stale_temporaries,
     remove_tree,
     size_bytes,
-    temporary_sibling,
     write_json_atomically,
     write_secret_once,
     write_text_atomically,

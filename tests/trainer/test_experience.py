@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlcore.batching.loader import PassCounts, RowSampler
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.model import ScratchModel
@@ -26,13 +26,7 @@ from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.experience import (
-    ExperienceCollector,
-    ResponseSampler,
-    StreamScorer,
-    count_solved,
-    split_requests,
-)
+from rlcore.trainer.experience import ExperienceCollector, ResponseSampler, StreamScorer, count_solved, split_requests
 from rlcore.types import Rollout
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker

@@ -10,7 +10,7 @@ import torch
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import select_train
-from rlcore.checkpoint.shards import RankSaver
+from rlcore.checkpoint.save import RankSaver
 from rlcore.models.lora import AdaptedLinear
 from rlcore.types import TrainBatch
 from rlcore.workers import worker as module

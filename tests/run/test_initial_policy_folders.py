@@ -10,18 +10,17 @@ from rlcore.config.compose import load_config
 from rlcore.config.data import CountdownData, MixtureData
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256
 from rlcore.errors import DataError, ModelError
-from rlcore.run import inputs as run_inputs
-from rlcore.run.initial_policy import stage_layout, stage_settings
-from rlcore.run.inputs import (
-    RunInputs,
-    configured_model,
+from rlcore.run import initial_policy
+from rlcore.run.initial_policy import (
     has_configured_model,
     planned_initial_policy,
     planned_tokenizer,
     require_smollm2,
     require_whole_model,
+    stage_layout,
+    stage_settings,
 )
-from rlcore.run.layout import RunLayout
+from rlcore.run.layout import RunInputs, RunLayout, configured_model
 from rlcore.tracking.lineage import Origin, Stage
 from tests.helpers.published import publish
 
@@ -188,7 +187,7 @@ def test_smollm2_needs_its_package_and_reader(
 ) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
-    monkeypatch.setattr(run_inputs, "smollm2_file", lambda: file if has_file else None)
+    monkeypatch.setattr(initial_policy, "smollm2_file", lambda: file if has_file else None)
     with pytest.raises(ModelError) as caught:
         require_smollm2(tmp_path / "folder", lambda name: has_reader)
     rule = f"{file} must have the sha256 {SMOLLM2_SHA256[:16]}...; got {hashlib.sha256(b'GGUF').hexdigest()[:16]}...."

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.checkpoint.state import TrainerState, journal_problem
+from rlcore.checkpoint.catalog import TrainerState, journal_problem
 from rlcore.errors import CheckpointError
 from rlcore.storage.documents import sha256_of
 

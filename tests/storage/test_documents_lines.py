@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import DiskSpaceError, TrackingError
-from rlcore.storage import line_file
+from rlcore.storage import documents
 from rlcore.tracking.journal import Journal, iter_lines, load_journal, read_journal
 from tests.storage.small_disk import fill, small_disk
 
@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 def test_open_cuts_a_torn_line(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, before: list[int], block_bytes: int
 ):
-    monkeypatch.setattr(line_file, "READ_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(documents, "READ_BLOCK_BYTES", block_bytes)
     with Journal(path) as journal:
         for step in before:
             journal.append_step(step, {"a": 1.0})
@@ -43,7 +43,7 @@ def test_open_cuts_a_torn_line(
 
 @pytest.mark.parametrize("block_bytes", [7, 1 << 20])
 def test_truncate_keeps_cut_lines(path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int):
-    monkeypatch.setattr(line_file, "READ_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(documents, "READ_BLOCK_BYTES", block_bytes)
     with Journal(path) as journal:
         journal.append_step(1, {"a": 1.0})
         at_checkpoint = journal.sync()

@@ -15,7 +15,7 @@ from rlcore.errors import (
     RankMemoryError,
     WorkerLostError,
 )
-from rlcore.run.failures import (
+from rlcore.run.watchdog import (
     FAILURES_FILE,
     Failure,
     append_failure,
@@ -92,7 +92,7 @@ def test_memory_errors_have_a_remedy() -> None:
 
 def test_oom_kills_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = tmp_path / "events", tmp_path / "vmstat"
-    monkeypatch.setattr("rlcore.run.failures.OOM_COUNTERS", files)
+    monkeypatch.setattr("rlcore.run.watchdog.OOM_COUNTERS", files)
     assert num_oom_kills() == 0
     files[1].write_text("pgfault 9\noom_kill 7\n")
     assert num_oom_kills() == 7

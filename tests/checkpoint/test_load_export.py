@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlcore.checkpoint import export
+from rlcore.checkpoint import load
 from rlcore.checkpoint.catalog import is_exported
-from rlcore.checkpoint.export import export_checkpoint, export_transformers
-from rlcore.checkpoint.shards import load_shards
+from rlcore.checkpoint.load import export_checkpoint, export_transformers, load_shards
 from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
@@ -44,7 +43,7 @@ def trained(initial_policy: Path, shift: float) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("max_file_size", ["5GB", "4KB"])
 def test_transformers_loads_the_export(initial_policy, tmp_path, monkeypatch, max_file_size):
-    monkeypatch.setattr(export, "MAX_FILE_SIZE", max_file_size)
+    monkeypatch.setattr(load, "MAX_FILE_SIZE", max_file_size)
     weights = trained(initial_policy, 0.25)
     target = export_transformers(weights, initial_policy, tmp_path / "model", facts={"step": 20})
     assert verify_directory(target).values["step"] == 20

@@ -2,13 +2,10 @@
 
 import math
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,20 +23,19 @@ from rlcore.config import (
 )
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Response
-from rlcore.run.inputs import RunInputs
-from rlcore.run.layout import RunLayout
-from rlcore.run.measuring import PassRateMeasurement, count_row
+from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.run.pass_rates import (
     SCHEMA,
     TABLE,
+    PassRateMeasurement,
     PassRates,
+    count_row,
     facts_of,
     find_pass_rates,
     planned_pass_rates,
     read_table,
     row_digests,
 )
-from rlcore.run.record import RunRecord
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Watchdog
 from rlcore.storage.manifest import read_manifest
@@ -158,12 +154,13 @@ class FakeWorkers:
 
     def __init__(self, num_rows: int, fails: Collection[int] = ()) -> None:
         prompts = tuple(Prompt(row, (1,), "d", "") for row in range(num_rows))
-        self.problems = SimpleNamespace(train=(prompts[:2], prompts[2:]))
+        self.prompts = prompts
         self.fails = fails
         self.calls: list[object] = []
 
-    def load(self, checkpoint: str) -> None:
-        self.calls.append(checkpoint)
+    def training_prompts(self) -> Sequence[Prompt]:
+        self.calls.append("start")
+        return self.prompts
 
     def training_responses(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
         rows = [prompt.prompt_id for prompt in prompts]
@@ -176,8 +173,7 @@ class FakeWorkers:
         ]
 
 
-@contextmanager
-def measuring(root: Path, workers: FakeWorkers, events: list[Mapping[str, object]]) -> Iterator[PassRateMeasurement]:
+def measuring(root: Path, workers: FakeWorkers, events: list[Mapping[str, object]]) -> PassRateMeasurement:
     config = RunConfig(
         pass_rates=PassRatesConfig(samples=2, rows_per_part=2),
         paths=PathsConfig(root=str(root)),
@@ -188,17 +184,16 @@ def measuring(root: Path, workers: FakeWorkers, events: list[Mapping[str, object
     layout = RunLayout(root, root / "run")
     layout.run_dir.mkdir(exist_ok=True)
     guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=events.append, abandon=lambda error: None)
-    record = RunRecord(config, layout, guard)
-    yield PassRateMeasurement(record, RunInputs(root / "f", root / "t"), cast(Any, workers))
-    record.finish(failed=False)
+    inputs = RunInputs(root / "f", root / "t")
+    return PassRateMeasurement(config, inputs, guard, workers.training_prompts, workers.training_responses)
 
 
 def test_table_is_measured_in_parts_with_progress(tmp_path: Path) -> None:
     filtered_rows(tmp_path / "f", *"abcde")
     workers, events = FakeWorkers(5, fails=[3]), list[Mapping[str, object]]()
-    with measuring(tmp_path, workers, events) as stage:
-        rates = stage.make()
-        assert stage.make().counts.passes.tolist() == rates.counts.passes.tolist()
+    stage = measuring(tmp_path, workers, events)
+    rates = stage.make()
+    assert stage.make().counts.passes.tolist() == rates.counts.passes.tolist()
     assert workers.calls == ["start", ([0, 1], 2, 0), ([2, 3], 2, 2), ([4], 2, 4)]
     assert (rates.counts.passes.tolist(), rates.counts.samples.tolist()) == ([0, 2, 0, 0, 0], [2, 2, 2, 0, 2])
     progress = [event for event in events if event["event"] == "progress"]
@@ -220,12 +215,12 @@ def test_table_is_measured_in_parts_with_progress(tmp_path: Path) -> None:
 
 def test_scorer_that_always_fails_makes_no_table(tmp_path: Path) -> None:
     filtered_rows(tmp_path / "f", *"abcde")
-    with measuring(tmp_path, FakeWorkers(5, fails=range(5)), []) as stage:
-        with pytest.raises(DataError) as failed:
-            stage.make()
-        assert str(failed.value).startswith("data.countdown:score: failed on all 10 responses of the initial policy")
-        assert str(failed.value).endswith(f"Repair it, and delete {stage._parts_folder}")
-        assert not stage._directory.exists()
+    stage = measuring(tmp_path, FakeWorkers(5, fails=range(5)), [])
+    with pytest.raises(DataError) as failed:
+        stage.make()
+    assert str(failed.value).startswith("data.countdown:score: failed on all 10 responses of the initial policy")
+    assert str(failed.value).endswith(f"Repair it, and delete {stage._parts_folder}")
+    assert not stage._directory.exists()
 
 
 def rates_of(

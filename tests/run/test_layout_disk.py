@@ -11,11 +11,9 @@ from rlcore.config.compose import load_config
 from rlcore.config.model import SMOLLM2
 from rlcore.config.trainer import PathsConfig
 from rlcore.errors import DiskSpaceError, StopRequestedError
-from rlcore.run import disk
-from rlcore.run.disk import DiskRoom, disk_needs
-from rlcore.run.inputs import configured_model
-from rlcore.run.layout import RunLayout
-from rlcore.storage.disk import RoomReport, free_bytes
+from rlcore.run.layout import RunLayout, configured_model, disk_needs
+from rlcore.storage import disk
+from rlcore.storage.disk import DiskRoom, RoomReport, free_bytes
 from tests.storage.small_disk import fill, mounted
 
 BASE = (
