@@ -90,20 +90,17 @@ class CheckpointStore:
         with published_directory(target, manifest, replace=replaces, error=CheckpointError, at=at) as folder:
             move_out_of_the_way(target)
             yield folder
-            self._write_records(folder, state)
+            try:
+                (folder / STATE).write_text(state.to_json(), encoding="utf-8")
+                (folder / SETTINGS).write_text(json.dumps(self._settings, indent=1), encoding="utf-8")
+            except OSError as reason:
+                if is_out_of_room(reason):
+                    raise
+                raise CheckpointError(
+                    f"{folder}: cannot be written ({reason}). Was the run's folder removed or made read-only during "
+                    "the run? Older checkpoints in it were not changed."
+                ) from reason
         self._verified.add((target, created))
-
-    def _write_records(self, folder: Path, state: TrainerState) -> None:
-        try:
-            (folder / STATE).write_text(state.to_json(), encoding="utf-8")
-            (folder / SETTINGS).write_text(json.dumps(self._settings, indent=1), encoding="utf-8")
-        except OSError as reason:
-            if is_out_of_room(reason):
-                raise
-            raise CheckpointError(
-                f"{folder}: cannot be written ({reason}). Was the run's folder removed or made read-only during the "
-                "run? Older checkpoints in it were not changed."
-            ) from reason
 
     def prune(self) -> tuple[Path, ...]:
         """Delete checkpoints by the retention rule, and return their paths. First verify every byte of the newest
@@ -112,25 +109,23 @@ class CheckpointStore:
         checkpoints = scan(self.directory).checkpoints
         candidates = prunable(checkpoints, self._config)
         good = self._search(checkpoints, hashes=True).checkpoint
-        if good is None:
-            return ()
-        return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
+        deleted: list[Path] = []
+        for path in (info.path for info in candidates if good is not None and info.step != good.step):
+            aside = temporary_sibling(path)
+            try:
+                path.rename(aside)  # a crash leaves no half checkpoint under its name
+            except OSError as reason:
+                log.warning("%s: cannot be deleted (%s); it still uses disk space", path, reason)
+                continue
+            remove_tree(aside)
+            deleted.append(path)
+        return tuple(deleted)
 
     def set_aside_later(self, step: int) -> None:
         """Rename intact checkpoints after `step`, since the run continues there and pruning would keep the newest."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
-
-    def _delete(self, path: Path) -> bool:
-        aside = temporary_sibling(path)
-        try:
-            path.rename(aside)  # a crash leaves no half checkpoint under its name
-        except OSError as reason:
-            log.warning("%s: cannot be deleted (%s); it still uses disk space", path, reason)
-            return False
-        remove_tree(aside)
-        return True
 
     def list(self) -> Sequence[CheckpointInfo]:
         """Return all checkpoints with a readable manifest, sorted by step and not verified."""

@@ -12,9 +12,8 @@ A command is a method of `Session` with its arguments. Commands and events are J
     {"event": "done", "command": ..., "result": {...}}
     {"event": "error", "command": ..., "type": ..., "message": ...}
 
-`flows.stages` sends the commands of a run. Exit codes: 0 is done, 75 is saved and resumable, 1 is failed. After SIGTERM
-or SIGINT, the process finishes the step and saves. A second signal ends it immediately (`rlcore.run.stop`). A phase
-that hangs also ends it (`rlcore.run.watchdog`). The next process resumes from the last checkpoint.
+Exit codes: 0 is done, 75 is saved and resumable, 1 is failed. A stop request (`rlcore.run.stop`) and a phase that hangs
+(`rlcore.run.watchdog`) also end the process. The next process resumes from the last checkpoint.
 """
 
 import argparse
@@ -60,60 +59,6 @@ POLL_S = 0.25  # seconds between two checks for a stop request
 log = logging.getLogger("rlcore.run.process")
 
 
-class SupervisedRun:
-    """The models and the export of a run without reinforcement learning. Runs can share one supervised stage."""
-
-    def __init__(self, record: RunRecord, inputs: RunInputs, warm_start: WarmStart) -> None:
-        self._record, self._inputs, self._warm_start = record, inputs, warm_start
-        self._config, self._layout = record.config, record.layout
-
-    def base(self) -> InitialPolicy:
-        """Return the model before the stage. Create it if needed. Raises DataError if there are no demonstrations."""
-        Demonstrations.read(self._config, self._inputs)
-        return self._warm_start.base()
-
-    def result(self) -> InitialPolicy:
-        """Return the model after the stage. Raises DataError if the stage is not done."""
-        if (known := known_initial_policy(self._config, self._inputs)) is None:
-            raise DataError(f"{self._layout.run_dir}: the supervised stage is not done; start the run again")
-        return known
-
-    def export(self) -> Mapping[str, object]:
-        """Copy the journal of the stage into the run's journal, and the model after the stage into the run's folder."""
-        model, target = self.result(), self._layout.exported_model
-        if not is_exported(target, model.steps):
-            self._write_journal(model.steps)
-            facts: dict[str, JsonValue] = {"kind": "model", "step": model.steps, **model.figures}
-            earlier = (target / MANIFEST).is_file()
-            with (
-                self._record.guard.phase("export"),
-                published_directory(target, facts, replace=earlier, error=CheckpointError) as folder,
-            ):
-                for file in (path for path in model.directory.rglob("*") if path.is_file() and path.name != MANIFEST):
-                    copy = folder / file.relative_to(model.directory)
-                    copy.parent.mkdir(exist_ok=True)
-                    shutil.copyfile(file, copy)  # `copytree` would hide a full disk
-        return {"directory": str(target), "step": model.steps}
-
-    def _write_journal(self, last_step: int) -> None:
-        record, stage = self._record, stage_layout(self._config, self._inputs.filtered_directory)
-        if self._layout.journal.is_file() and load_journal(self._layout.journal).steps:  # of a killed process
-            record.journal.resume_at(0, 0)
-        if stage.journal.is_file():
-            with open_ordinary(stage.journal) as file:
-                for line, _ in iter_json(file.fileno(), 0):
-                    if isinstance(line, dict):
-                        record.journal.append(line)
-        record.journal.append_step(0, dict(self._metrics("before")))  # merged with the line of the stage
-        record.journal.append_step(last_step, dict(self._metrics("after")))
-
-    def _metrics(self, name: str) -> Iterator[tuple[str, float]]:
-        folders = [self._layout.validation, *self._layout.suites.glob("*")]
-        for file in (folder / f"{name}.json" for folder in folders):
-            if file.is_file():
-                yield from ValidationResult.read(file).metrics().items()
-
-
 class Session:
     """The commands of one run. Use it as a context manager, which holds the run's lock."""
 
@@ -156,7 +101,6 @@ class Session:
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
             self._workers = opened.enter_context(RunWorkers(self._record, self._inputs))
             self._training = RunTraining(self._record, self._workers)
-            self._stage = SupervisedRun(self._record, self._inputs, self._warm_start)
             guard.aside = lambda: self._current.record.saves.at
             self._resources = opened.pop_all()
         return self
@@ -197,7 +141,11 @@ class Session:
         self._training.settle_save()
         step, summary = None, dict[str, float]()
         if self._config.is_supervised:
-            model = self._stage.base() if checkpoint == "start" else self._stage.result()
+            if checkpoint == "start":
+                Demonstrations.read(self._config, self._inputs)  # raises DataError if there is none
+                model = self._warm_start.base()
+            else:
+                model = self._supervised_model()
             self._workers.use(model.directory)
             step, checkpoint = model.steps, "start"
         for suite in (None, *self._config.validation.suites):
@@ -217,7 +165,7 @@ class Session:
     def export(self, checkpoint: str) -> Mapping[str, object]:
         """Write a checkpoint's weights to the run's folder in the transformers format."""
         if self._config.is_supervised:
-            return self._stage.export()
+            return self._export_supervised()
         self._training.settle_save()
         target = self._layout.exported_best if checkpoint == "best" else self._layout.exported_model
         step = self._record.store.step_of(checkpoint)
@@ -225,6 +173,43 @@ class Session:
             self._workers.load(checkpoint)
             self._workers.export(target, "export", facts={"step": step})
         return {"directory": str(target), "step": step}
+
+    def _supervised_model(self) -> InitialPolicy:
+        if (known := known_initial_policy(self._config, self._inputs)) is None:
+            raise DataError(f"{self._layout.run_dir}: the supervised stage is not done; start the run again")
+        return known
+
+    def _export_supervised(self) -> Mapping[str, object]:
+        """Copy the journal of the supervised stage into the run's journal, and its model into the run's folder."""
+        model, target = self._supervised_model(), self._layout.exported_model
+        if not is_exported(target, model.steps):
+            self._copy_journal(model.steps)
+            facts: dict[str, JsonValue] = {"kind": "model", "step": model.steps, **model.figures}
+            earlier = (target / MANIFEST).is_file()
+            with (
+                self._guard.phase("export"),
+                published_directory(target, facts, replace=earlier, error=CheckpointError) as folder,
+            ):
+                for file in (path for path in model.directory.rglob("*") if path.is_file() and path.name != MANIFEST):
+                    copy = folder / file.relative_to(model.directory)
+                    copy.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, copy)  # `copytree` would hide a full disk
+        return {"directory": str(target), "step": model.steps}
+
+    def _copy_journal(self, last_step: int) -> None:
+        journal, stage = self._record.journal, stage_layout(self._config, self._inputs.filtered_directory)
+        if self._layout.journal.is_file() and load_journal(self._layout.journal).steps:  # of a killed process
+            journal.resume_at(0, 0)
+        if stage.journal.is_file():
+            with open_ordinary(stage.journal) as file:
+                for line, _ in iter_json(file.fileno(), 0):
+                    if isinstance(line, dict):
+                        journal.append(line)
+        folders = [self._layout.validation, *self._layout.suites.glob("*")]
+        for step, name in ((0, "before"), (last_step, "after")):  # merged with the lines of the stage
+            files = [path for folder in folders if (path := folder / f"{name}.json").is_file()]
+            results = [ValidationResult.read(path).metrics() for path in files]
+            journal.append_step(step, {key: value for result in results for key, value in result.items()})
 
     def save_finished(self) -> str:
         """Save the last finished step after a stop between two commands."""

@@ -24,8 +24,6 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 PAUSED, RESUMED = "paused_for_disk", "disk_room"  # the events at the start and the end of a wait for disk space
 POLL_S = 1.0
-EventSink = Callable[[str, int, Mapping[str, object]], None]
-"""A function that takes an event's name, step and data. The user sees the entry `text` of the event's data."""
 
 
 def unit_for(num_bytes: float) -> tuple[float, str]:
@@ -196,11 +194,12 @@ def reserve_bytes(config: CheckpointConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """A guard that waits until the disk of `path` has room for the next writes. `prune`: deletes old checkpoints."""
+    """A guard that waits until the disk of `path` has room for the next writes. `prune`: deletes old checkpoints.
+    `log_event`: records an event by its name, step and data."""
 
     path: Path
     config: CheckpointConfig
-    log_event: EventSink
+    log_event: Callable[[str, int, Mapping[str, object]], None]
     stop: Callable[[], bool]
     prune: Callable[[], object]
 
@@ -224,21 +223,18 @@ class DiskRoom:
         }
         self.log_event(PAUSED, step, paused)
         while not (report := self.check(needed_bytes)).enough:
-            self._wait(deadline, report)
+            if self.stop():
+                raise StopRequestedError(f"stopped while the run waited for room on a disk: {report}")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DiskSpaceError(
+                    f"{report} Waited {self.config.wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). "
+                    "Committed data stays; the same command resumes the run."
+                )
+            time.sleep(min(left, POLL_S))
         text = f"{self.path}: there is room again, the run continues"
         self.log_event(RESUMED, step, {"text": text, "path": str(self.path)})
 
     def check(self, needed_bytes: int) -> RoomReport:
         """Return a report of the free space, which says whether it suffices for `needed_bytes` and the reserve."""
         return check_room(self.path, needed_bytes, reserve_bytes(self.config))
-
-    def _wait(self, deadline: float, report: RoomReport) -> None:
-        if self.stop():
-            raise StopRequestedError(f"stopped while the run waited for room on a disk: {report}")
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise DiskSpaceError(
-                f"{report} Waited {self.config.wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). Committed "
-                "data stays; the same command resumes the run."
-            )
-        time.sleep(min(left, POLL_S))

@@ -155,17 +155,13 @@ class LineFile:
         self._failure: OSError | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = self._open()
-        self._cut_torn_line()
+        size = self.size_bytes
+        if (whole := _end_of_last_line(path, size)) < size:
+            log.warning("%s: cut %d bytes of a line that was never finished", path, size - whole)
+            os.ftruncate(self._fd, whole)
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def _cut_torn_line(self) -> None:
-        size = self.size_bytes
-        whole = _end_of_last_line(self.path, size)
-        if whole < size:
-            log.warning("%s: cut %d bytes of a line that was never finished", self.path, size - whole)
-            os.ftruncate(self._fd, whole)
 
     @property
     def size_bytes(self) -> int:
