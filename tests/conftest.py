@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, settings
 from tests import SHARED_STAGES
 from tests.helpers.checked_types import check_types
 from tests.helpers.programs import skip_tests_without_programs
+from tests.storage.small_disk import small_disk as small_disk
 
 gc.disable()  # until all tests are collected: a third of that time went into garbage that imports do not make
 
