@@ -83,7 +83,7 @@ class Session:
         self._is_evaluated = False
 
     @property
-    def _current(self) -> Training[Any]:
+    def _current(self) -> Training:
         return self._warm_start.training or self._training
 
     def __enter__(self) -> Self:
@@ -155,7 +155,7 @@ class Session:
     def evaluate(self) -> Mapping[str, object]:
         """Evaluate the initial policy on the run's suites, and record the result in the journal as step 0."""
         self._is_evaluated = True
-        self._record.restore(None)  # first, since it truncates the journal, and a suite may write events
+        self._record.restore(0, 0)  # first, since it truncates the journal, and a suite may write events
         summary: dict[str, float] = {}
         for suite in self._config.validation.suites:
             summary |= self._training.evaluate_checkpoint("start", "before", suite).metrics()

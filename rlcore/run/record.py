@@ -5,10 +5,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 
-from rlcore.checkpoint.catalog import CheckpointInfo, LoopState, name_of
+from rlcore.checkpoint.catalog import LoopState, name_of
 from rlcore.checkpoint.save import CheckpointSaver, prune
 from rlcore.checkpoint.store import CheckpointStore, FoundCheckpoint
 from rlcore.config import RunConfig
@@ -21,7 +21,9 @@ from rlcore.score import HELD_OUT_REWARD
 from rlcore.storage.disk import DiskRoom
 from rlcore.storage.manifest import LEFT, set_aside
 from rlcore.tracking.attempts import CLOSE_TIMEOUT_S, FinalStatus
+from rlcore.tracking.cost import CostMeter, GpuUse
 from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
+from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.trained_model import OomRetry
@@ -31,6 +33,8 @@ HEADLINE = (
     *("sft/loss", "sft/accuracy", "sft/held_out_loss", "sft/reward"),
 )
 """The metrics in a progress event. The journal has all metrics."""
+
+WARM_START = "warm-start"  # the stage of the supervised training in events
 
 log = logging.getLogger("rlcore.run.record")
 
@@ -62,26 +66,20 @@ class RunRecord:
         known = self.store.list()
         return known[-1].size_bytes if known else self.first_save_bytes
 
-    def restore(self, info: CheckpointInfo | None) -> LoopState:
-        """Return the state at a checkpoint, or at step 0 if `info` is None, and truncate the journal to it. The current
-        save is abandoned. Intact checkpoints of later steps are renamed. Validations and exports of later steps are
-        renamed only at step 0. Otherwise the repeated steps give the same results."""
-        step = 0 if info is None else info.step
+    def restore(self, step: int, journal_bytes: int) -> None:
+        """Abandon the current save, and truncate the journal and the responses to a step. Rename intact checkpoints of
+        later steps. Rename validations and exports only at step 0: other repeated steps give the same results."""
         self.saves.abandon()
         self.store.set_aside_later(step)
         self.answers.truncate(step)
-        if info is None:
+        if step == 0:
             folders = [self.layout.validation, *self.layout.suites.glob("*")]
             results = [file for folder in folders for file in folder.glob("*.json")]
             later = [file for file in results if file.stem not in ("before", name_of(0))]
             for path in (self.layout.exported_model, self.layout.exported_best, *later):
                 if path.exists():
                     set_aside(path, LEFT, f"{path}: the run continues from step 0", error=CheckpointError)
-            self.journal.resume_at(0, 0)
-            return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
-        saved = self.store.load_state(info)
-        self.journal.resume_at(saved.step, saved.journal_bytes)
-        return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
+        self.journal.resume_at(step, journal_bytes)
 
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, log it and report it to the flow. The user sees `text` in `data`."""
@@ -143,9 +141,13 @@ class Pace:
 class RunEvents:
     """The reports of one run's events to its flow, its log and its journal."""
 
-    def __init__(self, record: RunRecord, stage: str, *, may_end_early: bool = False) -> None:
-        self._record, self._stage, self._may_end_early = record, stage, may_end_early
-        self._report = record.report
+    def __init__(self, record: RunRecord, stage: str) -> None:
+        self._record, self._stage, self._report = record, stage, record.report
+        warm = record.config.warm_start
+        has_patience = warm.patience is not None and warm.held_out_rows > 0
+        self._may_end_early = stage == WARM_START and (warm.stop_at_reward is not None or has_patience)
+        self._system = SystemSampler(record.layout.run_dir)
+        self._meter: CostMeter | None = None
         self._total_steps = record.config.trainer.total_steps
         self._alarms_on: set[str] = set()
         self._next_unscored_report = 1
@@ -168,6 +170,18 @@ class RunEvents:
                 "may_end_early": self._may_end_early,
             }
         )
+
+    def cost(self, uses: Sequence[GpuUse]) -> dict[str, float]:
+        """Return the run's cost metrics, with earlier attempts. After a resume, the journal must be truncated first."""
+        if self._meter is None:
+            self._meter = CostMeter(self._record.layout.journal)
+        return self._meter.metrics(uses)
+
+    def machine_metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
+        """Return the metrics of the machine, the disk, the cost and the number of failures."""
+        room = self._record.room.check(self._record.next_save_bytes)
+        metrics = self._system.sample() | room.metrics | self.cost(uses)
+        return metrics | ({"fault/num_retries": float(self.num_failures)} if self.num_failures else {})
 
     def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
         """Record each alarm that the previous step did not have."""

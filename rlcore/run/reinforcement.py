@@ -149,8 +149,10 @@ class RunWorkers(TrainingWorkers):
         return self._trainer.step(state, epoch=self._held_out.stream.epoch_at(state.num_prompts_drawn))
 
 
-class RunTraining(Training[RunWorkers]):
+class RunTraining(Training):
     """The reinforcement learning of a run, which is evaluated on held-out problems."""
+
+    workers: RunWorkers
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         step, total = state.step, self._config.trainer.total_steps
@@ -162,19 +164,15 @@ class RunTraining(Training[RunWorkers]):
         for suite in self._config.validation.suites:
             if suite.is_due(step, total):
                 found |= self.evaluate(name_of(step), step, suite).metrics()
+        if step == 0 and self._config.reward.audit and not self._config.data.environment:
+            self._audit_reward()
         return found, state
-
-    def _is_due(self, step: int) -> bool:
-        settings, total = self._config.validation, self._config.trainer.total_steps
-        return any(each.is_due(step, total) for each in (settings, *settings.suites))
 
     def _write_responses(self, result: StepResult) -> None:
         if self.record.answers.stores_step(result.state.step):
             self.record.answers.add(self.workers.responses_of(result))
 
-    def _check_responses(self) -> None:
-        if not self._config.reward.audit or self._config.data.environment:
-            return
+    def _audit_reward(self) -> None:
         if findings := self.workers.audit(ValidationResult.read(self.file_of(name_of(0)))):
             text = f"{self._config.data.scorer} pays for responses that are no answers: {'; '.join(map(str, findings))}"
             self.record.record_event("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})

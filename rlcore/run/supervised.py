@@ -35,7 +35,7 @@ from rlcore.run.initial_policy import (
 )
 from rlcore.run.layout import RunInputs
 from rlcore.run.problems import Problems, spread
-from rlcore.run.record import RunRecord
+from rlcore.run.record import WARM_START, RunRecord
 from rlcore.run.stop import locked_run
 from rlcore.run.training import Training, TrainingWorkers
 from rlcore.run.watchdog import Watchdog
@@ -187,22 +187,16 @@ class SupervisedWorkers(TrainingWorkers):
         return self._trainer.step(state, epoch=self._demonstrations.shown.epoch_at(state.num_prompts_drawn))
 
 
-class SupervisedTraining(Training[SupervisedWorkers]):
+class SupervisedTraining(Training):
     """A supervised training that ends at its last step, or earlier by the rules of `warm_start`."""
 
-    STAGE = "warm-start"
-
-    @property
-    def may_end_early(self) -> bool:
-        """True if a sampled reward or the held-out loss may end the training early."""
-        warm = self._config.warm_start
-        return warm.stop_at_reward is not None or (warm.patience is not None and warm.held_out_rows > 0)
-
-    def _is_due(self, step: int) -> bool:
-        return step == self._config.trainer.total_steps or step % self._config.warm_start.check_every == 0
+    STAGE = WARM_START
+    workers: SupervisedWorkers
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         step = state.step
+        if step != self._config.trainer.total_steps and step % self._config.warm_start.check_every:
+            return {}, state
         metrics = self.workers.measure(step)
         score = -metrics.get(HELD_OUT_LOSS, math.inf)
         return metrics, replace(state, best_metric=score, best_step=step) if score > state.best_metric else state
@@ -272,7 +266,7 @@ class WarmStart:
             text = f"{demonstrations.num_dropped:,} demonstrations are {limit}, and left out"
             self._guard.report({"event": "note", "text": text})
         Origin(settings).write(self._layout.run_dir)
-        tags = {"stage": "warm-start", TRAINED_FOR_TAG: self._run_id}
+        tags = {"stage": WARM_START, TRAINED_FOR_TAG: self._run_id}
         record = RunRecord(settings, self._layout, self._guard, tags=tags)
         source = self.base().directory
         workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, demonstrations, source))

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Concatenate, Generic, Self, TypeVar
+from typing import Concatenate, Self
 
 from pydantic import JsonValue
 
@@ -20,9 +20,8 @@ from rlcore.run.watchdog import StepAbandonedError
 from rlcore.runtime.cluster import restrict_ray
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
-from rlcore.tracking.cost import CostMeter, GpuUse
+from rlcore.tracking.cost import GpuUse
 from rlcore.tracking.journal import WORKERS
-from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.types import Prompt
@@ -173,31 +172,22 @@ class TrainingWorkers:
         self.found = {"num_workers": group.world_size, **{name: getattr(info, name) for name in names}}
 
 
-W = TypeVar("W", bound=TrainingWorkers)
-
-
-class Training(Generic[W]):
+class Training:
     """A training that saves checkpoints and keeps the last finished step in memory between two calls."""
 
     STAGE = "train"
+    workers: TrainingWorkers
 
-    def __init__(self, record: RunRecord, workers: W) -> None:
+    def __init__(self, record: RunRecord, workers: TrainingWorkers) -> None:
         self._config, self._layout = record.config, record.layout
         self.record = record
         self.workers = workers
-        self._events = RunEvents(record, self.STAGE, may_end_early=self.may_end_early)
+        self._events = RunEvents(record, self.STAGE)
         self._stop = record.guard.stop
-        self._system = SystemSampler(record.layout.run_dir)
         self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
         self._saved_step = -1  # the step of the newest checkpoint, on disk or in progress
         self._seconds_for_saves = 0.0
-        self._meter: CostMeter | None = None
-
-    @property
-    def may_end_early(self) -> bool:
-        """True if a metric may end the training before its last step."""
-        return False
 
     @property
     def step(self) -> int:
@@ -249,7 +239,13 @@ class Training(Generic[W]):
         self.settle_save()
         found = self.record.store.find_latest()
         newest = found.checkpoint
-        state = self.record.restore(newest)
+        state = LoopState(0, 0, 0, 0, self._config.algo.kl.coef)
+        journal_bytes = 0
+        if newest is not None:
+            saved = self.record.store.load_state(newest)
+            state = LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
+            journal_bytes = saved.journal_bytes
+        self.record.restore(state.step, journal_bytes)
         self._events.failures(state.step)
         self.workers.load("start" if newest is None else newest.name)
         self._events.resumed(state.step, found)
@@ -257,19 +253,9 @@ class Training(Generic[W]):
         self._saved_step = state.step
         if newest is None:
             metrics, state = self._evaluate(state)
-            self._check_responses()
-            self.record.journal.append_step(0, {**metrics, **self._cost()})
+            self.record.journal.append_step(0, {**metrics, **self._events.cost(self.workers.gpu_uses())})
         self._state = state
         return state
-
-    def _cost(self) -> dict[str, float]:
-        """Return the run's cost metrics, with earlier attempts. After a resume, the journal must be truncated first."""
-        if self._meter is None:
-            self._meter = CostMeter(self.record.layout.journal)
-        return self._meter.metrics(self.workers.gpu_uses())
-
-    def _check_responses(self) -> None:
-        """Check, after the evaluation of step 0, whether the scorer rewards worthless responses."""
 
     def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> tuple[LoopState, tuple[Alarm, ...]]:
         try:
@@ -309,25 +295,18 @@ class Training(Generic[W]):
     def _write_line(self, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
         step = result.state.step
         metrics = dict(result.metrics)
-        after = result.state
-        if self._is_due(step):
-            begun = time.perf_counter()
-            found, after = self._evaluate(after)
-            metrics["timing_s/testing"] = time.perf_counter() - begun
-            metrics |= found
+        begun = time.perf_counter()
+        found, after = self._evaluate(result.state)
+        if found:
+            metrics |= {"timing_s/testing": time.perf_counter() - begun, **found}
         self._write_responses(result)
-        metrics |= self._system.sample() | self.record.room.check(self.record.next_save_bytes).metrics | self._cost()
-        if self._events.num_failures:
-            metrics["fault/num_retries"] = float(self._events.num_failures)
+        metrics |= self._events.machine_metrics(self.workers.gpu_uses())
         if self._seconds_for_saves:
             metrics["timing_s/save_checkpoint"] = self._seconds_for_saves
             self._seconds_for_saves = 0.0
         self.record.journal.append_step(step, metrics)
         self.workers.holds = name_of(step)
         return metrics, after
-
-    def _is_due(self, step: int) -> bool:
-        raise NotImplementedError
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         """Run the evaluations that are due. Return their metrics, and the state with the best score so far."""

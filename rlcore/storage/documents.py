@@ -84,15 +84,14 @@ def parse_json(content: str | bytes) -> Any:
         raise ValueError("is nested too deeply") from None
 
 
-def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | None:
+def read_document(path: Path, kind: TypeAdapter[T], remedy: str) -> T | None:
     """Return a JSON file as a typed value, or None if it is missing. Raises DataError with `remedy` if damaged."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        problem = f"{path}: cannot be read ({first_problem(error)})"
-        raise DataError(f"{problem}; {remedy}" if remedy else problem) from error
+        raise DataError(f"{path}: cannot be read ({first_problem(error)}); {remedy}") from error
 
 
 def first_problem(error: Exception) -> str:

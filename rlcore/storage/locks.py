@@ -207,7 +207,13 @@ class HeldLock(FileLock):
                 )
             time.sleep(POLL_S)
         if self.is_named:
-            self._write_holder()
+            try:
+                self.write(json.dumps(asdict(Holder.me())).encode())
+            except OSError as reason:
+                # On a full disk the run must still start, since pruning makes room. The lock holds without a text.
+                if not is_out_of_room(reason):
+                    self.release()
+                    raise
         return self
 
     def _try(self) -> bool:
@@ -222,15 +228,6 @@ class HeldLock(FileLock):
                 f"{self.path}: cannot be locked ({reason}), so it is unknown whether {self.what} is in use. Put "
                 "paths.root on a file system with locks."
             ) from reason
-
-    def _write_holder(self) -> None:
-        try:
-            self.write(json.dumps(asdict(Holder.me())).encode())
-        except OSError as reason:
-            # On a full disk the run must still start, since pruning makes room. The lock holds without a text.
-            if not is_out_of_room(reason):
-                self.release()
-                raise
 
     def __exit__(self, *error: object) -> None:
         self.release()

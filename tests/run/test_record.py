@@ -150,9 +150,9 @@ def test_new_start_renames_results_and_resume_keeps_them(record: RunRecord) -> N
         for name in ("before", "step-000001", "step-000002", "after"):
             (folder / f"{name}.json").touch()
     layout.exported_model.mkdir()
-    record.restore(record.store.latest())
+    record.restore(1, 0)
     assert not list(layout.run_dir.rglob("*.left.*")), "the steps are repeated exactly"
-    record.restore(None)
+    record.restore(0, 0)
     for folder in (layout.validation, layout.suites / "s"):
         kept = ["after.json.left.1", "before.json", "step-000001.json.left.1", "step-000002.json.left.1"]
         assert sorted(path.name for path in folder.iterdir()) == kept

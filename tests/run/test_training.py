@@ -78,15 +78,10 @@ def test_reward_audit_findings_are_reported(record: RunRecord, reported: Reporte
     findings = (Found(kind="empty"), Found(kind="long")) if pays else ()
     made = training(record, audit=lambda result: findings)
     result_of(record.config, None).write(made.file_of("step-000000"))
-    made._check_responses()
+    made._audit_reward()
     text = f"{record.config.data.scorer} pays for responses that are no answers: empty: 1 of 2; long: 1 of 2"
     event = {"event": "reward_audit", "step": 0, "text": text, "kinds": ["empty", "long"]}
     assert reported == ([event] if pays else [])
-    reward = record.config.reward.model_copy(update={"audit": False})
-    made._config = record.config.model_copy(update={"reward": reward})
-    reported.clear()
-    made._check_responses()
-    assert reported == []
 
 
 def test_best_score_is_kept(record: RunRecord) -> None:
