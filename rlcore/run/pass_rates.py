@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,8 +112,7 @@ class PassRates:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of step 0, which are the pass rates of the initial policy on all training rows."""
-        rates, kept = self.counts.rates(), np.concatenate(self.selected)
-        known = rates[~np.isnan(rates)]
+        known, kept = _known_rates(self.counts), np.concatenate(self.selected)
         return {
             "pass_rates/mean": float(known.mean()),
             "pass_rates/never_share": float((known == 0).mean()),
@@ -142,12 +140,17 @@ class PassRates:
 
     def spread(self) -> str:
         """Return a text with the shares of rows whose pass rate is 0, 1, or between 0 and 1."""
-        rates = self.counts.rates()
-        known = rates[~np.isnan(rates)]
+        known = _known_rates(self.counts)
         if not len(known):
             return "not known: no response has a score"
         never, always = (known == 0).mean(), (known == 1).mean()
         return f"0 for {never:.0%} of the rows, 1 for {always:.0%}, between for {1 - never - always:.0%}"
+
+
+def _known_rates(counts: PassCounts) -> np.ndarray:
+    rates = counts.rates()
+    known: np.ndarray = rates[~np.isnan(rates)]
+    return known
 
 
 def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
@@ -189,13 +192,11 @@ def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
     """Return the entries of a table's manifest. `rows_by_passes` lists the number of rows for each pass count."""
     passes = table.column("passes").to_numpy()
     counts = PassCounts.of(passes, table.column("samples").to_numpy())
-    rates = counts.rates()
-    known = rates[~np.isnan(rates)]
     return {
         "kind": KIND,
         "rows": table.num_rows,
         "samples": samples,
-        "mean": float(known.mean()),
+        "mean": float(_known_rates(counts).mean()),
         "unscored": int(pc.sum(table.column("unscored")).as_py()),
         "rows_by_passes": " ".join(map(str, np.bincount(passes, minlength=samples + 1))),
     }
@@ -215,14 +216,8 @@ class PassRateMeasurement:
     ) -> None:
         self._config, self._inputs, self._guard = config, inputs, guard
         self._prompts, self._sample = prompts, sample
-
-    @cached_property
-    def _directory(self) -> Path:
-        return planned_pass_rates(self._config, self._inputs.filtered_directory)
-
-    @property
-    def _parts_folder(self) -> Path:
-        return self._directory.with_name(f"measuring-{self._directory.name}")
+        self._directory = planned_pass_rates(config, inputs.filtered_directory)
+        self._parts_folder = self._directory.with_name(f"measuring-{self._directory.name}")
 
     def make(self) -> PassRates:
         """Return the table of pass rates. Measure them first if needed. Raises DataError if the scorer always failed or
@@ -252,7 +247,13 @@ class PassRateMeasurement:
                         f"the pass rates of {done:,} of {len(prompts):,} rows are saved; start again to resume"
                     )
                 begun = time.monotonic()
-                part = self._measure(prompts[done : done + size], digests[done : done + size], done)
+                some, samples = prompts[done : done + size], self._config.pass_rates.samples
+                responses = self._sample(some, samples, done)
+                rows = [
+                    {"digest": digest, **count_row(prompt, responses[index * samples : (index + 1) * samples])}
+                    for index, (prompt, digest) in enumerate(zip(some, digests[done : done + size], strict=True))
+                ]
+                part = pa.Table.from_pylist(rows, schema=SCHEMA)
                 seconds = time.monotonic() - begun
                 _write(part, folder, {})
                 pace.tick()
@@ -260,15 +261,6 @@ class PassRateMeasurement:
             parts.append(read_table(folder / TABLE))
             done += parts[-1].num_rows
         return parts
-
-    def _measure(self, prompts: Sequence[Prompt], digests: Sequence[str], first_row: int) -> pa.Table:
-        count = self._config.pass_rates.samples
-        responses = self._sample(prompts, count, first_row)
-        rows = [
-            {"digest": digest, **count_row(prompt, responses[index * count : (index + 1) * count])}
-            for index, (prompt, digest) in enumerate(zip(prompts, digests, strict=True))
-        ]
-        return pa.Table.from_pylist(rows, schema=SCHEMA)
 
     def _report_progress(self, part: pa.Table, done: int, total: int, pace: "Pace", seconds: float) -> None:
         samples = self._config.pass_rates.samples
