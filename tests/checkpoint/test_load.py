@@ -78,14 +78,6 @@ def test_later_export_replaces_an_earlier_one(initial_policy, tmp_path):
     assert torch.equal(model.model.norm.weight, weights["model.norm.weight"])
 
 
-def test_other_folder_is_not_overwritten(initial_policy, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="in the way"):
-        export_transformers(trained(initial_policy, 0.0), initial_policy, tmp_path / "model")
-    assert (tmp_path / "model" / "thesis.tex").exists()
-
-
 @pytest.mark.parametrize(
     "lora",
     [None, *(LoraConfig(rank=2, target_modules=("q_proj", "down_proj"), base=base) for base in ("native", "nf4"))],

@@ -268,6 +268,14 @@ def test_files_that_disagree_on_a_tensor_are_damaged(tmp_path: Path, other: torc
         ShardReader(tmp_path).__enter__()
 
 
+def test_missing_file_of_a_rank_is_an_error(tmp_path: Path) -> None:
+    half = LocalPart("a", (4,), Box((0,), (2,)), torch.ones(2), True)
+    write_parts(tmp_path, [half], rank=0, world_size=2)
+    whole = LocalPart("a", (4,), Box((0,), (4,)), torch.zeros(4), True)
+    with ShardReader(tmp_path) as reader, pytest.raises(CheckpointError, match=r"2 of 4 elements of a .* rank's file"):
+        reader.fill(whole)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "common"),
     [

@@ -54,7 +54,7 @@ def test_configured_and_built_policies_are_known(tmp_path: Path) -> None:
     inputs = RunInputs(tmp_path / "f", tmp_path / "t")
     given = known_initial_policy(of_model(tmp_path, tmp_path / "given", warm=False), inputs)
     assert given == InitialPolicy(tmp_path / "given", cached=True)
-    assert given.steps == 0
+    assert str(given) == f"no supervised steps: training starts from {tmp_path}/given"
     for warm in (False, True):
         config = of_model(tmp_path, None, warm=warm)
         assert known_initial_policy(config, inputs) is None

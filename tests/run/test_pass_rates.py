@@ -130,7 +130,7 @@ def test_killed_run_draws_by_the_same_counts(measured: SmallRun, tmp_path: Path)
 PROMPT = Prompt(7, (1, 2), "countdown", "{}", difficulty=3)
 RIGHT = Response("a", 1.0, {"correct": 1.0, "format": 0.5}, num_tokens=4, finish_reason="stop")
 WRONG = Response("b", 0.25, {"correct": 0.0}, num_tokens=9, finish_reason="length")
-FAILED = Response("c", 0.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", failure="the scorer failed")
+FAILED = Response("c", 1.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", failure="the scorer failed")
 
 
 def test_count_row_of_scored_and_failed_responses() -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlcore.batching.loader import PromptStream
-from rlcore.batching.pack import pack_demonstrations
 from rlcore.batching.prompts import Demonstration
 from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
@@ -26,7 +25,7 @@ from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import read_journal
 from rlcore.types import Prompt
 from tests.helpers.repeatable import repeatable
-from tests.helpers.running import WAIT_S, disturb, output_of, small
+from tests.helpers.running import WAIT_S, at, disturb, output_of, small
 from tests.helpers.small_run import SmallRun
 from tests.helpers.small_run import make as prepare
 
@@ -124,13 +123,6 @@ def test_losses_equal_those_of_a_transformers_loop(tmp_path: Path) -> None:
         assert step["sft/lr"] == pytest.approx(config.optim.lr * rate)
 
 
-def test_loss_is_on_responses_only() -> None:
-    first = Demonstration([5, 6, 7, 8, 9], [False, True, True, False, True])
-    batch = pack_demonstrations([first, Demonstration([3, 4], [False, True])])
-    assert batch.target_ids[batch.loss_mask].tolist() == [6, 7, 9, 4]
-    assert batch.token_ids[batch.loss_mask].tolist() == [5, 6, 8, 3]
-
-
 def test_epochs_end_training_and_the_best_is_published(tmp_path: Path) -> None:
     run = prepare(
         tmp_path, "warm_start.epochs=1.5", "warm_start.stop_at_reward=null", "warm_start.check_every=4",
@@ -185,9 +177,6 @@ def test_killed_warm_start_resumes_to_the_same_model(tmp_path: Path) -> None:
     undisturbed = steps_of(run), (run.model_directory / "model.safetensors").read_bytes()
     shutil.rmtree(run.model_directory)
     shutil.rmtree(stage.run_dir)
-
-    def at(moment: str, signal: str, nth: int) -> dict[str, Any]:
-        return {"at": moment, "nth": nth, "signals": [signal]}
 
     killed, stopped, killed_saving, done = disturb(
         run, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("publish", "SIGKILL", 1), None

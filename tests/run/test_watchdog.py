@@ -180,6 +180,7 @@ def test_slow_stop_names_its_phase(tmp_path: Path, is_saving: bool) -> None:
 
 
 WAIT_S = 60
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 FULL_PIPE = """
 import signal
 from rlcore.run import watchdog
@@ -240,8 +241,7 @@ def num_waiting(descriptor: int) -> int:
 
 
 def test_second_signal_ends_a_blocked_process() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen([sys.executable, "-c", FULL_PIPE], stdout=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen([sys.executable, "-c", FULL_PIPE], stdout=subprocess.PIPE, env=BUFFERED) as process:
         try:
             deadline = time.monotonic() + WAIT_S
             while num_waiting(process.stdout.fileno()) < fcntl.fcntl(process.stdout, fcntl.F_GETPIPE_SZ):
@@ -254,8 +254,7 @@ def test_second_signal_ends_a_blocked_process() -> None:
 
 
 def test_immediate_exit_flushes_output_and_keeps_delivery() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, env=environment, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, env=BUFFERED, text=True) as process:
         child, delivery = (psutil.Process(int(pid)) for pid in process.stdout.readline().split())
         try:
             assert process.wait(WAIT_S) == 3

@@ -189,11 +189,6 @@ def test_invalid_manifest_is_damaged(tmp_path, text):
 
 def test_manifest_is_independent_of_layout(tmp_path: Path) -> None:
     text = manifest_text({"name": "grüße"}, (FileEntry("a.txt", 3, "00"),))
-    digest = json.loads(text)["manifest_sha256"]
-    assert text == (
-        '{\n "name": "grüße",\n "format_version": 1,\n "files": [\n  {\n   "name": "a.txt",\n   "size_bytes": 3,\n'
-        f'   "sha256": "00"\n  }}\n ],\n "manifest_sha256": "{digest}"\n}}\n'
-    )
     (tmp_path / "manifest.json").write_text(json.dumps(dict(reversed(json.loads(text).items()))))
     manifest = read_manifest(tmp_path)
     assert (dict(manifest.values), manifest.files) == ({"name": "grüße"}, (FileEntry("a.txt", 3, "00"),))
