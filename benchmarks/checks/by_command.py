@@ -14,8 +14,8 @@ from benchmarks.checks.rig import Verdict
 from data.filter import filter_dataset
 from data.tasks import build_dataset
 from rlcore.config.compose import load_config
-from rlcore.run.inputs import RunInputs, ensure_tokenizer
-from rlcore.run.layout import RunLayout
+from rlcore.run.initial_policy import ensure_tokenizer
+from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.run.process import Session
 from rlcore.run.stop import StopFlag
 from rlcore.tracking.journal import load_journal

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness import FixedLengths, compose, seconds_line, watched_memory
 from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, Row, read_rows, write_report
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.models.tokenizer import load_tokenizer, text_decoder
 from rlcore.rollout.scoring import ScoringPool

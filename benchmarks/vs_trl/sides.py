@@ -83,7 +83,7 @@ def largest_difference(sides: Mapping[str, Mapping[str, Any]], name: str) -> flo
 
 def supervised_steps(trainer: Any, count: int) -> list[Mapping[str, float]]:
     """Run steps of our supervised trainer, and return the metrics of each step."""
-    from rlcore.checkpoint.state import LoopState
+    from rlcore.checkpoint.catalog import LoopState
 
     state, metrics = LoopState(0, 0, 0, 0, 0.0), []
     for _ in range(count):

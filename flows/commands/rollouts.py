@@ -192,7 +192,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit: int | None) -> None:
     from rlcore.responses.query import find_responses
-    from rlcore.run.inputs import RunInputs
+    from rlcore.run.layout import RunInputs
 
     if query.kind == "validation":
         raise ConfigError(

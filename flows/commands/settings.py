@@ -152,7 +152,7 @@ def root_in_overrides(words: Sequence[str]) -> Path | None:
 
 def root_folder(given: str | Path) -> Path:
     """Return the folder of `--root`, which may not exist yet. Raises BadParameter if a file is in the way."""
-    from rlcore.storage.documents import find_obstacle
+    from rlcore.storage.disk import find_obstacle
 
     root = Path(os.path.expanduser(given))  # noqa: PTH111 it keeps the path of an unknown user
     if (other := find_obstacle(root)) is not None:

@@ -27,9 +27,8 @@ from rlcore.models.shape import require_base, require_embeddings, require_same_t
 from rlcore.rollout.scoring import require_environment, require_scorer
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
-from rlcore.run.initial_policy import stage_settings
-from rlcore.run.inputs import configured_model, model_paths, require_smollm2, require_whole_model
-from rlcore.run.layout import RunLayout
+from rlcore.run.initial_policy import model_paths, require_smollm2, require_whole_model, stage_settings
+from rlcore.run.layout import RunLayout, configured_model
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.runtime.interpreter import trainer_environment
 from rlcore.storage.disk import is_out_of_room, nearest_existing

@@ -20,9 +20,8 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED, SMOLLM2, smollm2_file
 from rlcore.models.hub import config_file
 from rlcore.models.shape import critic_shape, shape_of
-from rlcore.run.disk import disk_needs
 from rlcore.run.initial_policy import stage_settings
-from rlcore.run.layout import RunLayout
+from rlcore.run.layout import RunLayout, disk_needs
 from rlcore.runtime.interpreter import run_versions
 from rlcore.storage.disk import (
     RoomReport,

@@ -22,7 +22,7 @@ from flows.work.open_run import OpenRun
 from rlcore.config import CountdownData, RunConfig, SuiteConfig
 from rlcore.config.check import suite_settings
 from rlcore.config.data import parts_of
-from rlcore.run.inputs import ensure_tokenizer
+from rlcore.run.initial_policy import ensure_tokenizer
 
 
 class RowsStage(Stage[StageResult]):

@@ -15,7 +15,8 @@ from flows.work.origin import committed_step
 from flows.work.protocol import Progress
 from rlcore.config import RunConfig
 from rlcore.config.check import suite_settings
-from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_initial_policy, planned_tokenizer
+from rlcore.run.initial_policy import ensure_tokenizer, planned_initial_policy, planned_tokenizer
+from rlcore.run.layout import RunInputs
 from rlcore.storage.manifest import read_finished_or_reason
 
 

@@ -14,14 +14,14 @@ from flows.work.open_run import OpenRun
 from flows.work.origin import checkpoint_store, committed_step, require_same_inputs
 from rlcore.config import MappedData, RunConfig, WarmStartConfig
 from rlcore.errors import ConfigError
-from rlcore.run.initial_policy import InitialPolicy, known_initial_policy
-from rlcore.run.inputs import (
-    RunInputs,
-    configured_model,
+from rlcore.run.initial_policy import (
+    InitialPolicy,
     has_configured_model,
+    known_initial_policy,
     planned_initial_policy,
     planned_tokenizer,
 )
+from rlcore.run.layout import RunInputs, configured_model
 from rlcore.run.pass_rates import find_pass_rates, planned_pass_rates
 from rlcore.runtime.interpreter import run_versions
 from rlcore.storage.manifest import read_finished_or_reason

@@ -14,8 +14,7 @@ from rlcore.config import EvaluationConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
-from rlcore.run.inputs import RunInputs, suite_fingerprint
-from rlcore.run.layout import RunLayout
+from rlcore.run.layout import RunInputs, RunLayout, suite_fingerprint
 
 RESULT_NAMES = {"start": "before", "last": "after"}
 """The names of the results for the checkpoints `start` and `last`. Any other result has the name of its checkpoint."""

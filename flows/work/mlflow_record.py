@@ -22,8 +22,7 @@ from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE, fingerprint, settings_fingerprint
 from rlcore.config.problems import mask_secrets
 from rlcore.errors import is_stop
-from rlcore.run.inputs import RunInputs
-from rlcore.run.layout import RunLayout
+from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.run.pass_rates import TABLE, planned_pass_rates
 from rlcore.runtime.interpreter import run_versions
 from rlcore.score import HELD_OUT_REWARD

@@ -23,10 +23,10 @@ from flows.work.trainer import TrainerProcess
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import DataError, MillraceError, is_stop
-from rlcore.run.failures import append_failure, failure_from, read_failures
-from rlcore.run.inputs import RunInputs, model_digests
-from rlcore.run.layout import RunLayout
+from rlcore.run.initial_policy import model_digests
+from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.run.stop import locked_run
+from rlcore.run.watchdog import append_failure, failure_from, read_failures
 from rlcore.storage.locks import Holder
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.attempts import read_attempts

@@ -9,8 +9,8 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import CheckpointError
-from rlcore.run.inputs import RunInputs, model_digests, model_paths
-from rlcore.run.layout import RunLayout
+from rlcore.run.initial_policy import model_digests, model_paths
+from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.storage.documents import content_digest
 from rlcore.storage.manifest import FILE_SHA256, read_manifest
 from rlcore.tracking.lineage import Origin, read_origin

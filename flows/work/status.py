@@ -14,9 +14,9 @@ from flows.work.slots import Slots
 from rlcore.checkpoint.catalog import scan
 from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import CheckpointError, DataError
-from rlcore.run.disk import PAUSED, RESUMED
-from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
+from rlcore.run.watchdog import read_failures
+from rlcore.storage.disk import PAUSED, RESUMED
 from rlcore.storage.documents import READ_BLOCK_BYTES, open_ordinary, parse_json, read_ordinary
 from rlcore.storage.locks import RUN_LOCK, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import read_attempts

@@ -18,7 +18,7 @@ from flows.server.launch import python_path, start_process
 from flows.work.protocol import Done, Event, Failed, Note, Progress, Reply, RunEvent, command_line, parse_reply
 from flows.work.slots import HeldSlots, SlotRequest, Slots
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
-from rlcore.run.failures import append_failure, failure_from, num_oom_kills
+from rlcore.run.watchdog import append_failure, failure_from, num_oom_kills
 from rlcore.runtime.interpreter import trainer_environment, trainer_path
 from rlcore.tracking.attempts import DELIVERY_VARIABLE
 

@@ -11,8 +11,8 @@ from rlcore.config.fingerprint import RUN_FILE, fingerprint
 from rlcore.config.problems import override_value
 from rlcore.errors import CheckpointError, DataError
 from rlcore.models.hub import require_reachable
-from rlcore.run.inputs import RunInputs, planned_initial_policy
-from rlcore.run.layout import RunLayout
+from rlcore.run.initial_policy import planned_initial_policy
+from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.runtime.interpreter import run_module
 from rlcore.storage.manifest import read_finished_or_reason, read_finished_or_set_aside
 from rlcore.user_code import run_code
@@ -26,11 +26,11 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
     """
     info, start = find_checkpoint(layout.checkpoints, checkpoint), find_initial_policy(config, layout)
     if config.runtime.python is None:
-        from rlcore.checkpoint.export import export_checkpoint
+        from rlcore.checkpoint.load import export_checkpoint
 
         return export_checkpoint(info, config, start, target)
     words = (str(layout.checkpoints), info.name, config.model_dump_json(), str(start), str(target))
-    run_module(config.runtime.python, "rlcore.checkpoint.export", *words, error=CheckpointError)
+    run_module(config.runtime.python, "rlcore.checkpoint.load", *words, error=CheckpointError)
     return target
 
 

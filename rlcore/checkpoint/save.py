@@ -7,48 +7,100 @@
 If a thread fails, the next `poll` or `settle` raises the error. The incomplete checkpoint is removed."""
 
 import logging
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
-from rlcore.checkpoint.shards import RankSaver, start_thread
-from rlcore.checkpoint.state import TrainerState
+import psutil
+import torch
+from torch import Tensor, nn
+
+from rlcore.checkpoint.catalog import TrainerState
+from rlcore.checkpoint.shards import RankShards, num_bytes, rank_shards
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.errors import MillraceError
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, CHECKPOINT_SLACK_SHARE
 
-P = ParamSpec("P")
-R = TypeVar("R")
+SPARE_SHARE = 0.25  # host memory that must stay free next to a copy, as a share of the copy
+SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # by their folder in the checkpoint
+
+EachRank = Callable[..., list[Any]]
+"""A function that calls a method of `RankSaver` on every rank and returns the results. Raises the error of a rank."""
 
 log = logging.getLogger(__name__)
 
 
-class SavingRanks(Protocol):
-    """The ranks of a run, which write a checkpoint together."""
+class RankSaver:
+    """The work of one rank in a save: it copies its shards, writes the copy in a thread and frees it. `num_ranks`: the
+    number of ranks that may share this host's memory."""
 
-    def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the method on every rank and return the results. Raises the error of a rank."""
-        ...
+    def __init__(self, models: Callable[[], SavedModels], *, num_ranks: int) -> None:
+        self._models = models
+        self._num_ranks = num_ranks
+        self._buffers: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        self._copies: Mapping[str, RankShards] = {}
+        self._writing: Future[None] | None = None
 
+    def _shards(self) -> dict[str, RankShards]:
+        return {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint that is completely saved."""
+    def copy(self) -> tuple[int, bool]:
+        """Copy this rank's shards to the host if there is memory. Return their bytes, and whether they are copied."""
+        shards = self._shards()
+        size = sum(num_bytes(one.parts) for one in shards.values())
+        more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
+        needed = more * self._num_ranks * (1 + SPARE_SHARE)
+        is_copied = psutil.virtual_memory().available > needed
+        self._copies = {name: one.copied(self._buffers[name]) for name, one in shards.items()} if is_copied else {}
+        return size, is_copied
 
-    step: int
-    path: Path
-    metrics: Mapping[str, float]
+    def write(self, directory: str) -> None:
+        """Start a thread that writes the copy below `directory`. Without a copy, write the shards before returning.
+        Wait for the thread of an earlier call, and ignore its result."""
+        self.abandon()
+        copies = self._copies
+
+        def write(shards: Mapping[str, RankShards]) -> None:
+            for name, one in shards.items():
+                one.write(Path(directory) / name)
+
+        if copies:
+            self._writing = start_thread(lambda: write(copies), "checkpoint-shards")
+        else:
+            write(self._shards())
+
+    def is_written(self, *, wait: bool) -> bool:
+        """Return whether the shards are written. If `wait` is true, wait for the thread first. The first call after a
+        failed write raises its DiskSpaceError or CheckpointError."""
+        if self._writing is None:
+            return True
+        if not wait and not self._writing.done():
+            return False
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
+
+    def abandon(self) -> None:
+        """Wait for the end of the writing thread, and ignore its result. The folder can then be removed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.exception()
+
+    def drop(self) -> None:
+        """Free the memory of the copy. The buffers of GPU tensors are kept."""
+        self._copies = {}
 
 
 @dataclass
 class _Save:
     step: int
-    ranks: SavingRanks
-    metrics: Mapping[str, float]
+    each: EachRank
     folder: ExitStack
     publication: Future[None] | None = None
 
@@ -68,16 +120,15 @@ class CheckpointSaver:
         self._save: _Save | None = None
 
     def begin(
-        self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], ranks: SavingRanks
-    ) -> Saved | None:
+        self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], each: EachRank
+    ) -> int | None:
         """Wait for room, copy the state of every rank and begin to write the copy. Training may then continue. If a
-        rank has no memory for its copy, complete the checkpoint before returning, and return it. `record`: a function
-        that returns the trainer's state. Raises CheckpointError if the folder cannot be written, and the errors of
+        rank has no memory for its copy, complete the checkpoint before returning, and return its step. `record`:
+        returns the trainer's state. Raises CheckpointError if the folder cannot be written, and the errors of
         `wait_for_room`."""
         assert self._save is None, "settle or abandon the save before this one first"
-        sizes = ranks.each(RankSaver.copy)
-        num_bytes = sum(size.num_bytes for size in sizes)
-        needed_bytes = int(num_bytes * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
+        copies = each(RankSaver.copy)
+        needed_bytes = int(sum(size for size, _ in copies) * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
         self.wait_for_room(needed_bytes, step)
 
         def at(what: str) -> None:
@@ -85,19 +136,19 @@ class CheckpointSaver:
 
         at(f"opening a folder for {self.store.path_of(step)}")
         with self.phase(), ExitStack() as opened:
-            opened.callback(self._set_idle)
+            opened.callback(setattr, self, "at", "")
             folder = opened.enter_context(self.store.writing(record(), metrics, at))
             at(f"writing shards to {folder}")
-            ranks.each(RankSaver.write, str(folder))
-            self._save = _Save(step, ranks, metrics, opened.pop_all())
-        return None if all(size.is_copied for size in sizes) else self.settle()
+            each(RankSaver.write, str(folder))
+            self._save = _Save(step, each, opened.pop_all())
+        return None if all(is_copied for _, is_copied in copies) else self.settle()
 
-    def poll(self) -> Saved | None:
-        """Return the checkpoint if its save has completed since the last call, otherwise None. See `settle`."""
+    def poll(self) -> int | None:
+        """Return the checkpoint's step if its save has completed since the last call. See `settle`."""
         return self._advance(wait=False)
 
-    def settle(self) -> Saved | None:
-        """Wait until the current save is complete. Return its checkpoint. Raises DiskSpaceError or CheckpointError."""
+    def settle(self) -> int | None:
+        """Wait until the current save is complete. Return its step. Raises DiskSpaceError or CheckpointError."""
         return self._advance(wait=True)
 
     def abandon(self) -> None:
@@ -110,13 +161,11 @@ class CheckpointSaver:
                 save.publication.exception()
                 return
             try:
-                save.folder.__exit__(_AbandonedError, _AbandonedError(), None)
-            except _AbandonedError:
-                pass
+                save.folder.__exit__(CancelledError, CancelledError(), None)  # removes the folder
             except Exception:
                 log.exception("an abandoned checkpoint could not be removed; the next save removes it")
 
-    def _advance(self, *, wait: bool) -> Saved | None:
+    def _advance(self, *, wait: bool) -> int | None:
         save = self._save
         if save is None:
             return None
@@ -127,16 +176,16 @@ class CheckpointSaver:
                 return None
             self._save = None
             save.publication.result()
-        save.ranks.each(RankSaver.drop)
-        return Saved(save.step, self.store.path_of(save.step), save.metrics)
+        save.each(RankSaver.drop)
+        return save.step
 
     def _is_written(self, save: _Save, *, wait: bool) -> bool:
         try:
-            return all(save.ranks.each(RankSaver.is_written, wait=wait))
+            return all(save.each(RankSaver.is_written, wait=wait))
         except BaseException as reason:
             try:
                 if isinstance(reason, MillraceError):
-                    save.ranks.each(RankSaver.abandon)  # no rank may write any more; a lost one raises here too
+                    save.each(RankSaver.abandon)  # no rank may write any more; a lost one raises here too
             finally:
                 self.abandon()
             raise
@@ -147,14 +196,7 @@ class CheckpointSaver:
         try:
             prune(self.store)
         finally:
-            self._set_idle()
-
-    def _set_idle(self) -> None:
-        self.at = ""
-
-
-class _AbandonedError(Exception):
-    """The error that makes the folder's context manager remove the folder of an abandoned save."""
+            self.at = ""
 
 
 def prune(store: CheckpointStore) -> None:
@@ -163,3 +205,19 @@ def prune(store: CheckpointStore) -> None:
         store.prune()
     except MillraceError as reason:
         log.warning("old checkpoints were not deleted: %s", reason)
+
+
+def start_thread(do: Callable[[], None], name: str) -> "Future[None]":
+    """Call `do` in a daemon thread, which does not delay the exit of the process, and return a future of the call."""
+    result: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            do()
+        except BaseException as reason:
+            result.set_exception(reason)
+        else:
+            result.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result

@@ -17,45 +17,192 @@ optimizer.
 """
 
 import json
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import psutil
 import torch
-from pydantic import TypeAdapter
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rlcore.checkpoint.shard_files import (
-    LocalPart,
-    ShardReader,
-    StoredTensor,
-    local_part,
-    local_parts,
-    model_tensors,
-    named_parameters,
-    num_bytes,
-    rank_and_world_size,
-    state_name,
-    write_parts,
-)
 from rlcore.errors import CheckpointError
 from rlcore.models.lora import is_in_4_bits
-from rlcore.models.memory import OffloadedAdamW, host_memory
+from rlcore.models.memory import host_memory
 from rlcore.models.policy import PackedTrunk
+from rlcore.storage.disk import is_out_of_room, out_of_room
 from rlcore.storage.publish import write_json_atomically
 
-SPARE_SHARE = 0.25  # host memory that must stay free next to a copy, as a share of the copy
-SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # by their folder in the checkpoint
-SHOWN_NAMES = 5
+FORMAT = "millrace-shards"
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 2**30  # Host memory that a save from a GPU uses at one time. One thread hashes it in a second.
+
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+COMPILED = "_orig_mod."  # prefix of torch.compile in names, which a checkpoint leaves out
 BASE = "base.json"
 BASE_FORMAT_VERSION = 2
 OPTIMIZER = "optimizer.json"
 OPTIMIZER_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The indices `offset[d] <= i < offset[d] + shape[d]` in each dimension d of a whole tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def overlap(self, other: "Box") -> "Box | None":
+        """Return the intersection of two boxes, or None if it is empty."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = map(min, self._ends, other._ends)
+        shape = tuple(end - start for start, end in zip(low, high, strict=True))
+        return Box(low, shape) if all(length > 0 for length in shape) else None
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(map(add, self.offset, self.shape))
+
+    def relative_to(self, outer: "Box") -> tuple[slice, ...]:
+        """Return the slices of this box in a tensor that stores exactly the box `outer`.
+
+        >>> Box((3, 0), (1, 2)).relative_to(Box((2, 0), (4, 2)))
+        (slice(1, 2, None), slice(0, 2, None))
+        """
+        return tuple(
+            slice(mine - theirs, mine - theirs + length)
+            for mine, theirs, length in zip(self.offset, outer.offset, self.shape, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """This rank's part of one tensor. `local` is the memory of the part itself, not a copy."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    local: Tensor
+    is_written_here: bool
+
+
+def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
+    """Return this rank's part of a tensor. Of equal copies, only the copy of rank 0, or of coordinate 0 in a replicated
+    mesh dimension, is written. Raises CheckpointError if a placement is neither Shard nor Replicate."""
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return LocalPart(name, shape, Box((0,) * len(shape), shape), tensor.detach(), rank == 0)
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise CheckpointError(
+                f"{name}: is laid out as {placement}; checkpoints know Shard and Replicate. Shard the model over a "
+                "plain mesh (rlcore.models.parallel)."
+            )
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    places = zip(coordinate, tensor.placements, strict=True)
+    first_copy = all(place == 0 for place, placement in places if isinstance(placement, Replicate))
+    local = cast(DTensor, tensor.detach()).to_local()
+    box = Box((0,) * local.ndim, tuple(local.shape))
+    for chunk in tensor.__create_chunk_list__():  # torch's arithmetic of uneven shards; at most one
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    return LocalPart(name, tuple(tensor.shape), box, local, first_copy)
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, or (0, 1) if no process group exists."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, rank: int) -> Iterator[LocalPart]:
+    """Yield the parts of all tensors of the model and its optimizer that this rank stores."""
+    for name, tensor in model_tensors(model):
+        yield local_part(f"model.{name}", tensor, rank=rank)
+    if optimizer is None:
+        return
+    for name, parameter in named_parameters(model):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield local_part(state_name(name, key), value, rank=rank)
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield trained parameters and persistent buffers with their names. A tied weight is yielded once."""
+    for name, parameter in named_parameters(model):
+        if parameter.requires_grad:
+            yield name, parameter
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name.replace(COMPILED, ""), buffer
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter once with its name. Parameters that FSDP2 has gathered are sharded again first."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass without backward the root still has gathered parameters
+    for name, parameter in model.named_parameters():
+        yield name.replace(COMPILED, ""), parameter
+
+
+def state_name(name: str, key: str) -> str:
+    """Return the name of one tensor in the optimizer state of a parameter."""
+    return f"optimizer.{name}.{key}"
+
+
+def write_parts(directory: Path, parts: Iterable[LocalPart], *, rank: int, world_size: int) -> None:
+    """Write this rank's parts to files of about `MAX_FILE_BYTES`. Raises DiskSpaceError or CheckpointError."""
+    for number, group in enumerate(_groups(parts)):
+        path = directory / f"rank-{rank:05d}-of-{world_size:05d}-{number:04d}.safetensors"
+        # safetensors refuses tensors that share memory, and training may continue during the write.
+        tensors = {part.name: part.local.to("cpu", copy=True).contiguous() for part in group}
+        pieces = {
+            part.name: {
+                "global_shape": part.global_shape,
+                "offset": part.box.offset,
+                "shape": part.box.shape,
+                "dtype": str(part.local.dtype).removeprefix("torch."),
+            }
+            for part in group
+        }
+        header = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "pieces": json.dumps(pieces)}
+        try:
+            save_file(tensors, path, metadata=header)
+        except (SafetensorError, OSError) as reason:
+            if is_out_of_room(reason):
+                raise out_of_room(path, reason, needed_bytes=num_bytes(group)) from reason
+            raise CheckpointError(
+                f"{path}: cannot be written ({reason}). Is the folder writable, and the same on every node?"
+            ) from reason
+
+
+def _groups(parts: Iterable[LocalPart]) -> Iterator[list[LocalPart]]:
+    group: list[LocalPart] = []
+    size = 0
+    for part in parts:
+        is_elsewhere = part.local.numel() == 0 and math.prod(part.global_shape) > 0
+        if is_elsewhere or not part.is_written_here:
+            continue
+        size += num_bytes([part])
+        if group and size > MAX_FILE_BYTES:
+            yield group
+            group, size = [], num_bytes([part])
+        group.append(part)
+    if group:
+        yield group
+
+
+def num_bytes(parts: Iterable[LocalPart]) -> int:
+    """Return the total bytes of the parts' local tensors."""
+    return sum(part.local.nbytes for part in parts)
+
+
 Number = int | float
 
 
@@ -74,9 +221,6 @@ class OptimizerRecord:
     groups: tuple[GroupRecord, ...]
     state_tensors: Mapping[str, tuple[str, ...]]
     state_numbers: Mapping[str, Mapping[str, Number | tuple[Number, ...]]]
-
-
-_RECORD = TypeAdapter(OptimizerRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,91 +341,6 @@ def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ra
     return RankShards(parts, record, rank, world_size, BaseRecord.of(model))
 
 
-@dataclass(frozen=True, slots=True)
-class CopySize:
-    """The bytes of a rank's shards. If they are not copied, training waits until they are written."""
-
-    num_bytes: int
-    is_copied: bool
-
-
-class RankSaver:
-    """The work of one rank in a save: it copies its shards, writes the copy in a thread and frees it. `num_ranks`: the
-    number of ranks that may share this host's memory."""
-
-    def __init__(self, models: Callable[[], SavedModels], *, num_ranks: int) -> None:
-        self._models = models
-        self._num_ranks = num_ranks
-        self._buffers: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-        self._copies: Mapping[str, RankShards] = {}
-        self._writing: Future[None] | None = None
-
-    def _shards(self) -> dict[str, RankShards]:
-        return {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
-
-    def copy(self) -> CopySize:
-        """Copy this rank's shards to the host if there is memory for the copy."""
-        shards = self._shards()
-        size = sum(num_bytes(one.parts) for one in shards.values())
-        more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
-        needed = more * self._num_ranks * (1 + SPARE_SHARE)
-        is_copied = psutil.virtual_memory().available > needed
-        self._copies = {name: one.copied(self._buffers[name]) for name, one in shards.items()} if is_copied else {}
-        return CopySize(size, is_copied)
-
-    def write(self, directory: str) -> None:
-        """Start a thread that writes the copy below `directory`. Without a copy, write the shards before returning.
-        Wait for the thread of an earlier call, and ignore its result."""
-        self.abandon()
-        copies = self._copies
-
-        def write(shards: Mapping[str, RankShards]) -> None:
-            for name, one in shards.items():
-                one.write(Path(directory) / name)
-
-        if copies:
-            self._writing = start_thread(lambda: write(copies), "checkpoint-shards")
-        else:
-            write(self._shards())
-
-    def is_written(self, *, wait: bool) -> bool:
-        """Return whether the shards are written. If `wait` is true, wait for the thread first. The first call after a
-        failed write raises its DiskSpaceError or CheckpointError."""
-        if self._writing is None:
-            return True
-        if not wait and not self._writing.done():
-            return False
-        writing, self._writing = self._writing, None
-        writing.result()
-        return True
-
-    def abandon(self) -> None:
-        """Wait for the end of the writing thread, and ignore its result. The folder can then be removed."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.exception()
-
-    def drop(self) -> None:
-        """Free the memory of the copy. The buffers of GPU tensors are kept."""
-        self._copies = {}
-
-
-def start_thread(do: Callable[[], None], name: str) -> "Future[None]":
-    """Call `do` in a daemon thread, which does not delay the exit of the process, and return a future of the call."""
-    result: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            do()
-        except BaseException as reason:
-            result.set_exception(reason)
-        else:
-            result.set_result(None)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return result
-
-
 def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
     """Begin to copy a part to the host. The copy is complete after the device's `synchronize`."""
     source = part.local
@@ -291,95 +350,3 @@ def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
     if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
         buffer = buffers[part.name] = host_memory(source, source.dtype, pinned=True)
     return buffer.copy_(source, non_blocking=True)
-
-
-@torch.no_grad()
-def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Load the saved tensors of any number of ranks into `model`, and into `optimizer` unless it is None. Raises
-    CheckpointError if files are missing, damaged or of another model. After this error, the model is unusable."""
-    rank, _ = rank_and_world_size()
-    with ShardReader(directory) as reader:
-        parts = [local_part(f"model.{name}", tensor, rank=rank) for name, tensor in model_tensors(model)]
-        if (base := BaseRecord.of(model)) is not None:
-            base.require(directory)
-        _require_same_names(directory, parts, reader.tensors)
-        for part in parts:
-            reader.fill(part)
-        if optimizer is not None:
-            load_optimizer(directory, reader, model, optimizer, rank)
-
-
-def _require_same_names(directory: Path, parts: list[LocalPart], stored: Mapping[str, StoredTensor]) -> None:
-    here = {part.name for part in parts}
-    there = {name for name in stored if name.startswith("model.")}
-    for names, what in ((here - there, "are not in it"), (there - here, "are not in the model")):
-        if names:
-            shown = ", ".join(sorted(names)[:SHOWN_NAMES])
-            raise CheckpointError(
-                f"{directory}: was saved from another model: {len(names)} tensors {what}, first {shown}. Use the model "
-                "and the settings that were trained."
-            )
-
-
-def _read_record(directory: Path) -> OptimizerRecord:
-    path = directory / OPTIMIZER
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        version = document.pop("format_version")
-        if version != OPTIMIZER_FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path}: format_version must be {OPTIMIZER_FORMAT_VERSION}, got {version!r}. Read it with the version "
-                "of Millrace that wrote it."
-            )
-        return _RECORD.validate_python(document)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing: the weights were saved without an optimizer. Use another.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as reason:
-        raise CheckpointError(f"{path}: is damaged ({reason!r}). Delete the checkpoint and use another.") from reason
-
-
-def load_optimizer(
-    directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
-) -> None:
-    """Load the saved state into the optimizer, in place where possible. Raises CheckpointError if it does not fit."""
-    record = _read_record(directory)
-    named = dict(named_parameters(model))
-    names = {parameter: name for name, parameter in named.items()}
-    here = tuple(tuple(names[p] for p in group["params"]) for group in optimizer.param_groups)
-    if here != tuple(group.names for group in record.groups):
-        raise CheckpointError(
-            f"{directory / OPTIMIZER}: its groups of parameters are not those of the optimizer here. Use the model and "
-            "the settings that were trained."
-        )
-    packed = optimizer.state_dict()
-    for group, saved in zip(packed["param_groups"], record.groups, strict=True):
-        group.update(saved.numbers)
-    packed["state"] = {}
-    for number, name in enumerate(name for group in here for name in group):
-        keys, numbers = record.state_tensors[name], record.state_numbers[name]
-        if keys or numbers:
-            tensors = {key: _state_tensor(reader, optimizer, named[name], name, key, rank) for key in keys}
-            packed["state"][number] = {**tensors, **numbers}
-    optimizer.load_state_dict(packed)
-
-
-def _state_tensor(
-    reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str, rank: int
-) -> Tensor:
-    """Read one tensor of the optimizer state, which is sharded like its parameter if both have the same shape."""
-    full_name = state_name(name, key)
-    stored = reader.tensors.get(full_name)
-    if stored is None:
-        raise CheckpointError(f"a checkpoint's optimizer.json names {full_name}, but no shard file holds it")
-    known = optimizer.state.get(parameter, {}).get(key)
-    if isinstance(known, Tensor) and tuple(known.shape) == stored.shape and known.dtype == stored.dtype:
-        target = known  # filled in place, since two optimizer states may not fit into memory
-    elif stored.shape == tuple(parameter.shape) and stored.shape:
-        if isinstance(optimizer, OffloadedAdamW):
-            target = optimizer.new_moment(parameter, stored.dtype)
-        else:
-            target = torch.empty_like(parameter, dtype=stored.dtype)
-    else:
-        target = torch.empty(stored.shape, dtype=stored.dtype)
-    reader.fill(local_part(full_name, target, rank=rank))
-    return target

@@ -12,18 +12,31 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlcore.checkpoint.catalog import KIND, CheckpointInfo, by_score, move_out_of_the_way, name_of, prunable, scan
-from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
+from pydantic import TypeAdapter
+
+from rlcore.checkpoint.catalog import (
+    KIND,
+    STATE,
+    CheckpointInfo,
+    TrainerState,
+    by_score,
+    journal_problem,
+    move_out_of_the_way,
+    name_of,
+    prunable,
+    scan,
+)
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.fingerprint import fixed_settings, settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.storage.disk import is_out_of_room
-from rlcore.storage.documents import parse_json, read_ordinary
+from rlcore.storage.documents import first_problem, read_ordinary, temporary_sibling
 from rlcore.storage.manifest import LEFT, set_aside, verify_directory
-from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_sibling
+from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree
 
 SETTINGS = "settings.json"  # name in a checkpoint
 SHOWN_DIFFERENCES = 10
+_SETTINGS = TypeAdapter(dict[str, Any])
 
 log = logging.getLogger(__name__)
 
@@ -77,20 +90,17 @@ class CheckpointStore:
         with published_directory(target, manifest, replace=replaces, error=CheckpointError, at=at) as folder:
             move_out_of_the_way(target)
             yield folder
-            self._write_records(folder, state)
+            try:
+                (folder / STATE).write_text(state.to_json(), encoding="utf-8")
+                (folder / SETTINGS).write_text(json.dumps(self._settings, indent=1), encoding="utf-8")
+            except OSError as reason:
+                if is_out_of_room(reason):
+                    raise
+                raise CheckpointError(
+                    f"{folder}: cannot be written ({reason}). Was the run's folder removed or made read-only during "
+                    "the run? Older checkpoints in it were not changed."
+                ) from reason
         self._verified.add((target, created))
-
-    def _write_records(self, folder: Path, state: TrainerState) -> None:
-        try:
-            (folder / STATE).write_text(state.to_json(), encoding="utf-8")
-            (folder / SETTINGS).write_text(json.dumps(self._settings, indent=1), encoding="utf-8")
-        except OSError as reason:
-            if is_out_of_room(reason):
-                raise
-            raise CheckpointError(
-                f"{folder}: cannot be written ({reason}). Was the run's folder removed or made read-only during the "
-                "run? Older checkpoints in it were not changed."
-            ) from reason
 
     def prune(self) -> tuple[Path, ...]:
         """Delete checkpoints by the retention rule, and return their paths. First verify every byte of the newest
@@ -99,25 +109,23 @@ class CheckpointStore:
         checkpoints = scan(self.directory).checkpoints
         candidates = prunable(checkpoints, self._config)
         good = self._search(checkpoints, hashes=True).checkpoint
-        if good is None:
-            return ()
-        return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
+        deleted: list[Path] = []
+        for path in (info.path for info in candidates if good is not None and info.step != good.step):
+            aside = temporary_sibling(path)
+            try:
+                path.rename(aside)  # a crash leaves no half checkpoint under its name
+            except OSError as reason:
+                log.warning("%s: cannot be deleted (%s); it still uses disk space", path, reason)
+                continue
+            remove_tree(aside)
+            deleted.append(path)
+        return tuple(deleted)
 
     def set_aside_later(self, step: int) -> None:
         """Rename intact checkpoints after `step`, since the run continues there and pruning would keep the newest."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
-
-    def _delete(self, path: Path) -> bool:
-        aside = temporary_sibling(path)
-        try:
-            path.rename(aside)  # a crash leaves no half checkpoint under its name
-        except OSError as reason:
-            log.warning("%s: cannot be deleted (%s); it still uses disk space", path, reason)
-            return False
-        remove_tree(aside)
-        return True
 
     def list(self) -> Sequence[CheckpointInfo]:
         """Return all checkpoints with a readable manifest, sorted by step and not verified."""
@@ -194,11 +202,6 @@ class CheckpointStore:
         require_same_settings(info, self._settings, self._fingerprint)
         return TrainerState.read(info.path / STATE)
 
-    def measured_bytes(self) -> int | None:
-        """Return the size of the newest checkpoint as an estimate for the next one, or None without a checkpoint."""
-        known = self.list()
-        return known[-1].size_bytes if known else None
-
     def _find(self, *, verify: bool) -> FoundCheckpoint:
         catalog = scan(self.directory)
         found = self._search(catalog.checkpoints, hashes=verify, journal=True)
@@ -206,7 +209,7 @@ class CheckpointStore:
             found = self._search(catalog.checkpoints, hashes=verify)
             if found.checkpoint is not None:
                 state = TrainerState.read(found.checkpoint.path / STATE)
-                found = replace(found, journal_problem=self._journal_problem(state))
+                found = replace(found, journal_problem=journal_problem(state, self._journal))
         refusals = found.refusals + tuple(
             refusal for refusal in catalog.refusals if found.checkpoint is None or refusal.step > found.checkpoint.step
         )
@@ -219,15 +222,12 @@ class CheckpointStore:
             try:
                 self.verify(info, hashes=hashes)
                 state = TrainerState.read(info.path / STATE)
-                if journal and (problem := self._journal_problem(state)):
+                if journal and (problem := journal_problem(state, self._journal)):
                     raise CheckpointError(f"{info.path}: does not fit the journal. {problem}")
                 return FoundCheckpoint(info, refusals)
             except CheckpointError as reason:
                 refusals += (CheckpointInfo.refused(info.path, info.step, str(reason)),)
         return FoundCheckpoint(None, refusals)
-
-    def _journal_problem(self, state: TrainerState) -> str:
-        return "" if self._journal is None else journal_problem(state, self._journal)
 
 
 @cache
@@ -240,9 +240,13 @@ def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fin
     """Raise CheckpointError with the differences if a checkpoint has other settings than `settings`."""
     if info.settings_fingerprint == fingerprint:
         return
-    theirs = _read_settings(info.path / SETTINGS)
-    texts = {key: (_setting_text(theirs, key), _setting_text(settings, key)) for key in theirs.keys() | settings.keys()}
-    lines = [f"  {key}: {old} in the checkpoint, {new} now" for key, (old, new) in sorted(texts.items()) if old != new]
+    both = (_read_settings(info.path / SETTINGS), settings)
+    theirs, ours = ({key: json.dumps(value) for key, value in each.items()} for each in both)
+    lines = [
+        f"  {key}: {theirs.get(key, 'absent')} in the checkpoint, {ours.get(key, 'absent')} now"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
+    ]
     if len(lines) > SHOWN_DIFFERENCES:
         lines[SHOWN_DIFFERENCES:] = [f"  and {len(lines) - SHOWN_DIFFERENCES} more"]
     differences = "\n".join(lines)
@@ -258,13 +262,7 @@ def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fin
 
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        settings = parse_json(read_ordinary(path))
+        return _SETTINGS.validate_json(read_ordinary(path))
     except (OSError, ValueError) as reason:
-        raise CheckpointError(f"{path}: cannot be read ({reason}). Restore it, or delete {path.parent}.") from reason
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{path}: holds no settings. Restore it, or delete {path.parent}.")
-    return settings
-
-
-def _setting_text(settings: Mapping[str, Any], key: str) -> str:
-    return json.dumps(settings[key]) if key in settings else "absent"
+        problem = first_problem(reason)
+        raise CheckpointError(f"{path}: cannot be read ({problem}). Restore it, or delete {path.parent}.") from reason

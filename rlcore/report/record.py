@@ -10,8 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlcore.checkpoint.catalog import CheckpointInfo, scan
-from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
+from rlcore.checkpoint.catalog import STATE, CheckpointInfo, TrainerState, journal_problem, scan
 from rlcore.config import RunConfig
 from rlcore.config.data import ALL_SOURCES
 from rlcore.config.fingerprint import RUN_FILE
@@ -115,7 +114,7 @@ class RunRecord:
     def supervised_steps(self) -> tuple[StepRecord, ...]:
         """Return the steps of the supervised stage that trained the initial policy, or () without that stage."""
         stages = self.lineage.stages
-        root = self.run_dir.resolve().parent.parent  # see rlcore.run.inputs.stage_layout
+        root = self.run_dir.resolve().parent.parent  # see rlcore.run.initial_policy.stage_layout
         files = [root / "warm-starts" / f"warm-start-{stage.fingerprint}" / JOURNAL_FILE for stage in stages]
         return next((_read_journal(file, []).steps for file in files if file.is_file()), ())
 

@@ -18,7 +18,7 @@ from rlcore.prompt import ROWS_PER_SOURCE, Prompt
 from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.environment import TurnTokens
 from rlcore.rollout.scoring import ScoringPool, require_scorer
-from rlcore.run.inputs import RunInputs, suite_fingerprint
+from rlcore.run.layout import RunInputs, suite_fingerprint
 from rlcore.run.pass_rates import PassRates, find_pass_rates
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import ResponseSampler

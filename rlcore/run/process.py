@@ -12,9 +12,8 @@ A command is a method of `Session` with its arguments. Commands and events are J
     {"event": "done", "command": ..., "result": {...}}
     {"event": "error", "command": ..., "type": ..., "message": ...}
 
-`flows.stages` sends the commands of a run. Exit codes: 0 is done, 75 is saved and resumable, 1 is failed. After SIGTERM
-or SIGINT, the process finishes the step and saves. A second signal ends it immediately (`rlcore.run.stop`). A phase
-that hangs also ends it (`rlcore.run.watchdog`). The next process resumes from the last checkpoint.
+Exit codes: 0 is done, 75 is saved and resumable, 1 is failed. A stop request (`rlcore.run.stop`) and a phase that hangs
+(`rlcore.run.watchdog`) also end the process. The next process resumes from the last checkpoint.
 """
 
 import argparse
@@ -22,6 +21,7 @@ import json
 import logging
 import os
 import select
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -30,21 +30,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import JsonValue
+
 from rlcore.checkpoint.catalog import is_exported
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE
-from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, DataError, MillraceError, StopRequestedError
-from rlcore.run.initial_policy import remove_leftovers
-from rlcore.run.inputs import RunInputs
-from rlcore.run.layout import RunLayout
-from rlcore.run.measuring import PassRateMeasurement
+from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, CheckpointError, DataError, MillraceError, StopRequestedError
+from rlcore.evaluation.result import ValidationResult
+from rlcore.run.initial_policy import InitialPolicy, known_initial_policy, remove_leftovers, stage_layout
+from rlcore.run.layout import RunInputs, RunLayout
+from rlcore.run.pass_rates import PassRateMeasurement
 from rlcore.run.record import RunRecord
+from rlcore.run.reinforcement import RunTraining, RunWorkers
 from rlcore.run.stop import StopFlag, locked_run
-from rlcore.run.supervised import WarmStart
-from rlcore.run.supervised_run import SupervisedRun
-from rlcore.run.training import RunTraining, Training
+from rlcore.run.supervised import Demonstrations, WarmStart
+from rlcore.run.training import Training
 from rlcore.run.watchdog import Report, Watchdog, exit_immediately, report_and_exit
-from rlcore.run.workers import RunWorkers
+from rlcore.storage.documents import iter_json, open_ordinary
+from rlcore.storage.manifest import MANIFEST
+from rlcore.storage.publish import published_directory
+from rlcore.tracking.journal import load_journal
 from rlcore.tracking.lineage import read_origin
 from rlcore.user_code import run_code
 
@@ -78,7 +83,7 @@ class Session:
         self._is_evaluated = False
 
     @property
-    def _current(self) -> Training[Any]:
+    def _current(self) -> Training:
         return self._warm_start.training or self._training
 
     def __enter__(self) -> Self:
@@ -95,9 +100,7 @@ class Session:
             self._warm_start = WarmStart(config, self._inputs, guard, layout.run_dir.name)
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
             self._workers = opened.enter_context(RunWorkers(self._record, self._inputs))
-            self._measuring = PassRateMeasurement(self._record, self._inputs, self._workers)
             self._training = RunTraining(self._record, self._workers)
-            self._stage = SupervisedRun(self._record, self._inputs, self._warm_start)
             guard.aside = lambda: self._current.record.saves.at
             self._resources = opened.pop_all()
         return self
@@ -115,7 +118,11 @@ class Session:
 
     def measure_pass_rates(self) -> Mapping[str, object]:
         """Measure the pass rates if needed. The initial policy must exist. See `PassRateMeasurement.make`."""
-        return {"directory": str(self._measuring.make().directory)}
+        workers = self._workers
+        measurement = PassRateMeasurement(
+            self._config, self._inputs, self._guard, workers.training_prompts, workers.training_responses
+        )
+        return {"directory": str(measurement.make().directory)}
 
     def train(self, to_step: int, *, settle: bool = True) -> Mapping[str, object]:
         """Train from the newest checkpoint to a step and save a checkpoint. After a stop request, save the last
@@ -134,7 +141,11 @@ class Session:
         self._training.settle_save()
         step, summary = None, dict[str, float]()
         if self._config.is_supervised:
-            model = self._stage.base() if checkpoint == "start" else self._stage.result()
+            if checkpoint == "start":
+                Demonstrations.read(self._config, self._inputs)  # raises DataError if there is none
+                model = self._warm_start.base()
+            else:
+                model = self._supervised_model()
             self._workers.use(model.directory)
             step, checkpoint = model.steps, "start"
         for suite in (None, *self._config.validation.suites):
@@ -144,7 +155,7 @@ class Session:
     def evaluate(self) -> Mapping[str, object]:
         """Evaluate the initial policy on the run's suites, and record the result in the journal as step 0."""
         self._is_evaluated = True
-        self._record.restore(None)  # first, since it truncates the journal, and a suite may write events
+        self._record.restore(0, 0)  # first, since it truncates the journal, and a suite may write events
         summary: dict[str, float] = {}
         for suite in self._config.validation.suites:
             summary |= self._training.evaluate_checkpoint("start", "before", suite).metrics()
@@ -154,7 +165,7 @@ class Session:
     def export(self, checkpoint: str) -> Mapping[str, object]:
         """Write a checkpoint's weights to the run's folder in the transformers format."""
         if self._config.is_supervised:
-            return self._stage.export()
+            return self._export_supervised()
         self._training.settle_save()
         target = self._layout.exported_best if checkpoint == "best" else self._layout.exported_model
         step = self._record.store.step_of(checkpoint)
@@ -162,6 +173,43 @@ class Session:
             self._workers.load(checkpoint)
             self._workers.export(target, "export", facts={"step": step})
         return {"directory": str(target), "step": step}
+
+    def _supervised_model(self) -> InitialPolicy:
+        if (known := known_initial_policy(self._config, self._inputs)) is None:
+            raise DataError(f"{self._layout.run_dir}: the supervised stage is not done; start the run again")
+        return known
+
+    def _export_supervised(self) -> Mapping[str, object]:
+        """Copy the journal of the supervised stage into the run's journal, and its model into the run's folder."""
+        model, target = self._supervised_model(), self._layout.exported_model
+        if not is_exported(target, model.steps):
+            self._copy_journal(model.steps)
+            facts: dict[str, JsonValue] = {"kind": "model", "step": model.steps, **model.figures}
+            earlier = (target / MANIFEST).is_file()
+            with (
+                self._guard.phase("export"),
+                published_directory(target, facts, replace=earlier, error=CheckpointError) as folder,
+            ):
+                for file in (path for path in model.directory.rglob("*") if path.is_file() and path.name != MANIFEST):
+                    copy = folder / file.relative_to(model.directory)
+                    copy.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, copy)  # `copytree` would hide a full disk
+        return {"directory": str(target), "step": model.steps}
+
+    def _copy_journal(self, last_step: int) -> None:
+        journal, stage = self._record.journal, stage_layout(self._config, self._inputs.filtered_directory)
+        if self._layout.journal.is_file() and load_journal(self._layout.journal).steps:  # of a killed process
+            journal.resume_at(0, 0)
+        if stage.journal.is_file():
+            with open_ordinary(stage.journal) as file:
+                for line, _ in iter_json(file.fileno(), 0):
+                    if isinstance(line, dict):
+                        journal.append(line)
+        folders = [self._layout.validation, *self._layout.suites.glob("*")]
+        for step, name in ((0, "before"), (last_step, "after")):  # merged with the lines of the stage
+            files = [path for folder in folders if (path := folder / f"{name}.json").is_file()]
+            results = [ValidationResult.read(path).metrics() for path in files]
+            journal.append_step(step, {key: value for result in results for key, value in result.items()})
 
     def save_finished(self) -> str:
         """Save the last finished step after a stop between two commands."""

@@ -4,29 +4,26 @@ and a resume truncates the journal to its length at the checkpoint."""
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 
-from rlcore.checkpoint.catalog import CheckpointInfo, name_of
-from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
-from rlcore.checkpoint.state import LoopState, TrainerState
+from rlcore.checkpoint.catalog import LoopState, name_of
+from rlcore.checkpoint.save import CheckpointSaver, prune
 from rlcore.checkpoint.store import CheckpointStore, FoundCheckpoint
 from rlcore.config import RunConfig
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.responses.store import ResponseWriter
-from rlcore.run.disk import DiskRoom
-from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
-from rlcore.run.watchdog import Watchdog
+from rlcore.run.watchdog import Watchdog, read_failures
 from rlcore.score import HELD_OUT_REWARD
-from rlcore.storage.disk import checkpoint_bytes
-from rlcore.storage.documents import sha256_of
+from rlcore.storage.disk import DiskRoom
 from rlcore.storage.manifest import LEFT, set_aside
 from rlcore.tracking.attempts import CLOSE_TIMEOUT_S, FinalStatus
+from rlcore.tracking.cost import CostMeter, GpuUse
 from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
+from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.metrics import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.device import OomRetry
@@ -36,6 +33,8 @@ HEADLINE = (
     *("sft/loss", "sft/accuracy", "sft/held_out_loss", "sft/reward"),
 )
 """The metrics in a progress event. The journal has all metrics."""
+
+WARM_START = "warm-start"  # the stage of the supervised training in events
 
 log = logging.getLogger("rlcore.run.record")
 
@@ -59,63 +58,28 @@ class RunRecord:
         )
         self.saves = CheckpointSaver(self.store, self.room.wait, partial(guard.phase, "commit"))
         self.answers = ResponseWriter(layout.answers, config.answers)
-        self._first_save_bytes = 0
-
-    def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
-        """Begin to save a checkpoint, after the responses of earlier steps are written. See `CheckpointSaver.begin`."""
-        self.answers.start_part()
-
-        def record() -> TrainerState:
-            self.answers.wait()
-            journal_bytes = self.journal.sync()
-            return TrainerState(
-                **asdict(state),
-                journal_bytes=journal_bytes,
-                journal_sha256=sha256_of(self.layout.journal, journal_bytes),
-                settings_fingerprint=settings_fingerprint(self.config),
-            )
-
-        return self.saves.begin(state.step, record, metrics, ranks)
-
-    def set_num_trained_parameters(self, num_trained_parameters: int) -> None:
-        """Set the number of trained parameters, from which the size of the first checkpoint is estimated."""
-        self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
+        self.first_save_bytes = 0  # the estimated size of the first checkpoint
 
     @property
     def next_save_bytes(self) -> int:
         """The estimated size of the next checkpoint."""
-        return self.store.measured_bytes() or self._first_save_bytes
+        known = self.store.list()
+        return known[-1].size_bytes if known else self.first_save_bytes
 
-    def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
-        """Wait until the disk has room for the next checkpoint. See `DiskRoom.wait`. `settle`: a function that waits
-        for the current save, after which older checkpoints can be deleted."""
-        if not self.room.check(self.next_save_bytes).enough:
-            settle()
-        self.room.wait(self.next_save_bytes, step)
-
-    def restore(self, info: CheckpointInfo | None) -> LoopState:
-        """Return the state at a checkpoint, or at step 0 if `info` is None, and truncate the journal to it. The current
-        save is abandoned. Intact checkpoints of later steps are renamed. Validations and exports of later steps are
-        renamed only at step 0. Otherwise the repeated steps give the same results."""
-        step = 0 if info is None else info.step
+    def restore(self, step: int, journal_bytes: int) -> None:
+        """Abandon the current save, and truncate the journal and the responses to a step. Rename intact checkpoints of
+        later steps. Rename validations and exports only at step 0: other repeated steps give the same results."""
         self.saves.abandon()
         self.store.set_aside_later(step)
         self.answers.truncate(step)
-        if info is None:
-            self._set_aside_results(step)
-            self.journal.resume_at(0, 0)
-            return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
-        saved = self.store.load_state(info)
-        self.journal.resume_at(saved.step, saved.journal_bytes)
-        return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
-
-    def _set_aside_results(self, step: int) -> None:
-        kept = {"before", *map(name_of, range(step + 1))}
-        folders = [self.layout.validation, *self.layout.suites.glob("*")]
-        results = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
-        for path in (self.layout.exported_model, self.layout.exported_best, *results):
-            if path.exists():
-                set_aside(path, LEFT, f"{path}: the run continues from step {step}", error=CheckpointError)
+        if step == 0:
+            folders = [self.layout.validation, *self.layout.suites.glob("*")]
+            results = [file for folder in folders for file in folder.glob("*.json")]
+            later = [file for file in results if file.stem not in ("before", name_of(0))]
+            for path in (self.layout.exported_model, self.layout.exported_best, *later):
+                if path.exists():
+                    set_aside(path, LEFT, f"{path}: the run continues from step 0", error=CheckpointError)
+        self.journal.resume_at(step, journal_bytes)
 
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, log it and report it to the flow. The user sees `text` in `data`."""
@@ -177,9 +141,13 @@ class Pace:
 class RunEvents:
     """The reports of one run's events to its flow, its log and its journal."""
 
-    def __init__(self, record: RunRecord, stage: str, *, may_end_early: bool = False) -> None:
-        self._record, self._stage, self._may_end_early = record, stage, may_end_early
-        self._report = record.report
+    def __init__(self, record: RunRecord, stage: str) -> None:
+        self._record, self._stage, self._report = record, stage, record.report
+        warm = record.config.warm_start
+        has_patience = warm.patience is not None and warm.held_out_rows > 0
+        self._may_end_early = stage == WARM_START and (warm.stop_at_reward is not None or has_patience)
+        self._system = SystemSampler(record.layout.run_dir)
+        self._meter: CostMeter | None = None
         self._total_steps = record.config.trainer.total_steps
         self._alarms_on: set[str] = set()
         self._next_unscored_report = 1
@@ -202,6 +170,18 @@ class RunEvents:
                 "may_end_early": self._may_end_early,
             }
         )
+
+    def cost(self, uses: Sequence[GpuUse]) -> dict[str, float]:
+        """Return the run's cost metrics, with earlier attempts. After a resume, the journal must be truncated first."""
+        if self._meter is None:
+            self._meter = CostMeter(self._record.layout.journal)
+        return self._meter.metrics(uses)
+
+    def machine_metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
+        """Return the metrics of the machine, the disk, the cost and the number of failures."""
+        room = self._record.room.check(self._record.next_save_bytes)
+        metrics = self._system.sample() | room.metrics | self.cost(uses)
+        return metrics | ({"fault/num_retries": float(self.num_failures)} if self.num_failures else {})
 
     def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
         """Record each alarm that the previous step did not have."""

@@ -13,8 +13,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from rlcore.batching.prompts import Demonstration, PromptStream, read_demonstrations, read_pairs, read_solutions
-from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo, LoopState
 from rlcore.config import RunConfig, WarmStartConfig
 from rlcore.errors import DataError
 from rlcore.models.load import build_scratch_model
@@ -26,19 +25,19 @@ from rlcore.run.initial_policy import (
     REFERENCE,
     REWARD,
     InitialPolicy,
+    ensure_configured_model,
     known_initial_policy,
+    planned_initial_policy,
     remove_checkpoints,
     stage_layout,
     stage_settings,
 )
-from rlcore.run.inputs import RunInputs, ensure_configured_model, planned_initial_policy
+from rlcore.run.layout import RunInputs
 from rlcore.run.problems import Problems, spread
-from rlcore.run.record import RunRecord
-from rlcore.run.reference import add_reference
+from rlcore.run.record import WARM_START, RunRecord
 from rlcore.run.stop import locked_run
-from rlcore.run.training import Training
+from rlcore.run.training import Training, TrainingWorkers
 from rlcore.run.watchdog import Watchdog
-from rlcore.run.workers import TrainingWorkers
 from rlcore.storage.manifest import FINGERPRINT, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.lineage import TRAINED_FOR_TAG, Origin
@@ -48,6 +47,8 @@ from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 
 MIN_CHECK_PROBLEMS = 16  # the minimum number of problems on which the reward is sampled
+
+_FILE = "logprobs.npy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,29 @@ class Demonstrations:
             row.misdirected if is_misdirected and row.misdirected is not None else row
             for row, is_misdirected in zip(rows, misdirected, strict=True)
         ]
+
+
+def add_reference(
+    folder: Path,
+    trainer: SupervisedTrainer,
+    batches: Sequence[Sequence[Demonstration]],
+    pairs: Sequence[Demonstration],
+    report: Callable[[Mapping[str, object]], None],
+) -> None:
+    """Set the reference log-probabilities of `pairs`, which are computed and stored in `folder` at the first call. The
+    workers must hold the initial policy. `batches`: the pairs of each step in the first epoch, and the held-out pairs.
+    They are packed as in training, so all reward margins of the first step are exactly 0."""
+    if read_finished_or_set_aside(folder) is None:
+        report({"event": "note", "text": f"computes the reference log-probabilities of {len(pairs):,} pairs"})
+        for batch in reversed(batches):  # the last step of the epoch repeats pairs of its first steps
+            trainer.fill_reference(batch)
+        with published_directory(folder, {"kind": "reference", "pairs": len(pairs)}) as made:
+            np.save(made / _FILE, np.concatenate([pair.reference for pair in pairs]))
+        return
+    values = np.load(folder / _FILE)
+    ends = np.cumsum([len(pair.reference) for pair in pairs])[:-1]
+    for pair, stored in zip(pairs, np.split(values, ends), strict=True):
+        pair.reference[:] = stored
 
 
 class SupervisedWorkers(TrainingWorkers):
@@ -161,22 +185,16 @@ class SupervisedWorkers(TrainingWorkers):
         return self._trainer.step(state, epoch=self._demonstrations.shown.epoch_at(state.num_prompts_drawn))
 
 
-class SupervisedTraining(Training[SupervisedWorkers]):
+class SupervisedTraining(Training):
     """A supervised training that ends at its last step, or earlier by the rules of `warm_start`."""
 
-    STAGE = "warm-start"
-
-    @property
-    def may_end_early(self) -> bool:
-        """True if a sampled reward or the held-out loss may end the training early."""
-        warm = self._config.warm_start
-        return warm.stop_at_reward is not None or (warm.patience is not None and warm.held_out_rows > 0)
-
-    def _is_due(self, step: int) -> bool:
-        return step == self._config.trainer.total_steps or step % self._config.warm_start.check_every == 0
+    STAGE = WARM_START
+    workers: SupervisedWorkers
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         step = state.step
+        if step != self._config.trainer.total_steps and step % self._config.warm_start.check_every:
+            return {}, state
         metrics = self.workers.measure(step)
         score = -metrics.get(HELD_OUT_LOSS, math.inf)
         return metrics, replace(state, best_metric=score, best_step=step) if score > state.best_metric else state
@@ -246,7 +264,7 @@ class WarmStart:
             text = f"{demonstrations.num_dropped:,} demonstrations are {limit}, and left out"
             self._guard.report({"event": "note", "text": text})
         Origin(settings).write(self._layout.run_dir)
-        tags = {"stage": "warm-start", TRAINED_FOR_TAG: self._run_id}
+        tags = {"stage": WARM_START, TRAINED_FOR_TAG: self._run_id}
         record = RunRecord(settings, self._layout, self._guard, tags=tags)
         source = self.base().directory
         workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, demonstrations, source))

@@ -1,55 +1,193 @@
-"""The training loop of a run. A chunk is the training from one checkpoint to the next."""
+"""The training loop and its ranks. A chunk is the training from one checkpoint to the next."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Concatenate, Self
 
-from rlcore.checkpoint.catalog import HELD_OUT_LOSS, name_of
-from rlcore.checkpoint.save import Saved
-from rlcore.checkpoint.state import LoopState
-from rlcore.config import SuiteConfig
-from rlcore.errors import AlarmError, StopRequestedError, UnscoredError, WorkerLostError
-from rlcore.evaluation.result import ValidationResult
-from rlcore.run.inputs import suite_fingerprint
+from pydantic import JsonValue
+
+from rlcore.checkpoint.catalog import HELD_OUT_LOSS, LoopState, TrainerState, name_of
+from rlcore.checkpoint.load import export_transformers
+from rlcore.checkpoint.save import RankSaver
+from rlcore.config import RunConfig
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.errors import AlarmError, RankMemoryError, StopRequestedError, UnscoredError, WorkerLostError
 from rlcore.run.record import Pace, RunEvents, RunRecord
 from rlcore.run.watchdog import StepAbandonedError
-from rlcore.run.workers import RunWorkers, TrainingWorkers
-from rlcore.tracking.cost import CostMeter
+from rlcore.runtime.cluster import restrict_ray
+from rlcore.storage.disk import checkpoint_bytes
+from rlcore.storage.documents import sha256_of
+from rlcore.tracking.cost import GpuUse
 from rlcore.tracking.journal import WORKERS
-from rlcore.tracking.lineage import SystemSampler
-from rlcore.trainer.experience import all_unscored_error
 from rlcore.trainer.metrics import Alarm
 from rlcore.trainer.step import StepResult
+from rlcore.types import Prompt
+from rlcore.workers.group import LocalGroup, P, R, WorkerGroup
+from rlcore.workers.memory_plan import fit_run
+from rlcore.workers.worker import Worker
 
-ALARMS_HINT = "See its metrics, then change the settings, or alarms.*, which may change when a run is resumed"
+MID_STEP = "in the middle of a step"
+"""Value of `holds` during and after a failed step, when the weights belong to no checkpoint."""
 
-W = TypeVar("W", bound=TrainingWorkers)
+
+def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
+    """Start all ranks of a run with the model in `model_directory`."""
+    if config.runtime.backend != "ray":
+        return LocalGroup(config, model_directory)
+    restrict_ray(config.runtime.ray_address)
+    from rlcore.runtime.ray import RayGroup
+
+    return RayGroup(config, model_directory)
 
 
-class Training(Generic[W]):
+class TrainingWorkers:
+    """The ranks of a training, which start at their first use. `start` sets `config` and `group`."""
+
+    config: RunConfig  # the settings, fitted to the memory of this host
+    group: WorkerGroup
+
+    def __init__(self, record: RunRecord, initial_policy: Path) -> None:
+        self._config, self._layout, self._report = record.config, record.layout, record.report
+        self._record, self._guard = record, record.guard
+        self._open = ExitStack()
+        self._is_started = False
+        self._version = 0
+        self.initial_policy = initial_policy
+        self.found: Mapping[str, object] = {}  # facts about the ranks after their start, such as the device
+        self.holds: str | None = None
+        """The name of the checkpoint whose weights the workers hold, or `MID_STEP`, or None before the first load."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    @property
+    def unscored(self) -> tuple[int, str]:
+        """The number of responses without a score, and the last error. Supervised training has no such responses."""
+        return 0, ""
+
+    def gpu_uses(self) -> list[GpuUse]:
+        """Return the GPU use of each rank since its start, or an empty list on a CPU."""
+        if not self._is_started or self.found.get("device_name") == "CPU":
+            return []
+        return [use for use in self.group.each(Worker.gpu_use) if use is not None]
+
+    def load(self, checkpoint: str) -> None:
+        """Load a checkpoint's weights into the workers and the engines, unless the workers hold these weights."""
+        workers = self.start().group
+        found = self._record.store.find(checkpoint)
+        name = "start" if found is None else found.name
+        if self.holds == name:
+            return
+        if found is None:
+            if self.holds is not None:  # the workers hold trained weights
+                workers.each(Worker.reset)
+            version = 0
+        else:
+            saved = self._record.store.load_state(found)  # verifies every byte
+            version = saved.policy_version
+            with self._guard.phase("load"):
+                workers.each(Worker.load, str(found.path))
+        self.sync_weights(version)
+        self.holds, self._version = name, version
+
+    def sync_weights(self, version: int) -> None:
+        """Send the policy's weights to the engines."""
+        with self._guard.phase("update_weights"):
+            weight_sync = self.start().group.each(Worker.sync_weights, version)[0]
+        if weight_sync.warning:
+            self._report({"event": "note", "text": weight_sync.warning})
+
+    def export(self, target: Path, phase: str, *, facts: Mapping[str, JsonValue]) -> None:
+        """Write the workers' weights in the transformers format. See `export_transformers`."""
+        group, lora = self.start().group, self._config.model.lora
+        with self._guard.phase(phase):
+            weights, adapters = group.each(Worker.full_weights)[0], group.each(Worker.adapters)[0]
+        with self._guard.phase(phase):
+            export_transformers(weights, self.initial_policy, target, facts=facts, lora=lora, adapters=adapters)
+
+    def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call a method of `RankSaver` on every rank, with the deadline of the phase `save_checkpoint`."""
+        with self._guard.phase("save_checkpoint"):
+            return self.start().group.each(Worker.save, verb, *args, **kwargs)
+
+    def step(self, state: LoopState) -> StepResult:
+        """Run one training step. The caller must then record the result and set `holds` to the step's checkpoint."""
+        self.start()
+        self.holds = MID_STEP
+        is_profiled = self.config.runtime.profile.has_step(state.step + 1)
+        if is_profiled:
+            self.group.each(Worker.start_profile)
+        result = self._take_step(state)
+        if is_profiled:
+            folder = self._layout.profile
+            with self._guard.phase("profile"):
+                self.group.each(Worker.stop_profile, str(folder), result.state.step)
+            self._report({"event": "note", "text": f"profile of step {result.state.step} in {folder}"})
+        self._version = result.state.policy_version
+        return result
+
+    def start(self) -> Self:
+        """Start the workers unless they are already running."""
+        if not self._is_started:
+            self.config = fit_run(self._config, self._report)
+            self._start()
+            self._is_started, self.holds = True, None
+        return self
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _take_step(self, state: LoopState) -> StepResult:
+        raise NotImplementedError
+
+    def _start_group(self, probe: Sequence[Prompt] = ()) -> None:
+        """Start the ranks. `probe`: the prompts on which weight syncs are tested."""
+        try:
+            with self._guard.phase("start"):
+                self.group = group = start_workers(self.config, str(self.initial_policy))
+                self._open.callback(group.close)
+                group.each(Worker.set_probe, probe)
+                if times := self._guard.num_failures(RankMemoryError.failure_kind):
+                    group.each(Worker.split_micro_batches, times)
+                    why = "one of several ranks ran out of memory before"
+                    self._report(
+                        {"event": "note", "text": f"forward passes in {2**times} times the micro-batches: {why}"}
+                    )
+                info = group.each(Worker.info)[0]
+        finally:
+            self._guard.stop.install()  # Ray replaces the handler of SIGTERM
+        self._record.first_save_bytes = checkpoint_bytes(info.num_trained)
+        text = (
+            f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "
+            f"attention {info.attention}"
+        )
+        self._report({"event": "note", "text": text})
+        names = ("device_name", "num_parameters", "dtype", "attention")
+        self.found = {"num_workers": group.world_size, **{name: getattr(info, name) for name in names}}
+
+
+class Training:
     """A training that saves checkpoints and keeps the last finished step in memory between two calls."""
 
     STAGE = "train"
+    workers: TrainingWorkers
 
-    def __init__(self, record: RunRecord, workers: W) -> None:
+    def __init__(self, record: RunRecord, workers: TrainingWorkers) -> None:
         self._config, self._layout = record.config, record.layout
         self.record = record
         self.workers = workers
-        self._events = RunEvents(record, self.STAGE, may_end_early=self.may_end_early)
+        self._events = RunEvents(record, self.STAGE)
         self._stop = record.guard.stop
-        self._system = SystemSampler(record.layout.run_dir)
         self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
         self._saved_step = -1  # the step of the newest checkpoint, on disk or in progress
         self._seconds_for_saves = 0.0
-        self._meter: CostMeter | None = None
-
-    @property
-    def may_end_early(self) -> bool:
-        """True if a metric may end the training before its last step."""
-        return False
 
     @property
     def step(self) -> int:
@@ -60,7 +198,9 @@ class Training(Generic[W]):
         """Train to a step, save checkpoints at chunk ends and at this step, and return the metrics of the last step. If
         `settle` is false, the last checkpoint is written during the next call."""
         state = self._begin()
-        self.record.wait_for_room(state.step, self.settle_save)
+        if not self.record.room.check(self.record.next_save_bytes).enough:
+            self.settle_save()  # older checkpoints can be deleted after it
+        self.record.room.wait(self.record.next_save_bytes, state.step)
         pace = Pace(is_warm=bool(self._metrics))
         while state.step < to_step and not self._is_over(state, self._metrics):
             state, alarms = self._train_step(state, to_step, pace)
@@ -99,7 +239,13 @@ class Training(Generic[W]):
         self.settle_save()
         found = self.record.store.find_latest()
         newest = found.checkpoint
-        state = self.record.restore(newest)
+        state = LoopState(0, 0, 0, 0, self._config.algo.kl.coef)
+        journal_bytes = 0
+        if newest is not None:
+            saved = self.record.store.load_state(newest)
+            state = LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
+            journal_bytes = saved.journal_bytes
+        self.record.restore(state.step, journal_bytes)
         self._events.failures(state.step)
         self.workers.load("start" if newest is None else newest.name)
         self._events.resumed(state.step, found)
@@ -107,19 +253,9 @@ class Training(Generic[W]):
         self._saved_step = state.step
         if newest is None:
             metrics, state = self._evaluate(state)
-            self._check_responses()
-            self.record.journal.append_step(0, {**metrics, **self._cost()})
+            self.record.journal.append_step(0, {**metrics, **self._events.cost(self.workers.gpu_uses())})
         self._state = state
         return state
-
-    def _cost(self) -> dict[str, float]:
-        """Return the run's cost metrics, with earlier attempts. After a resume, the journal must be truncated first."""
-        if self._meter is None:
-            self._meter = CostMeter(self.record.layout.journal)
-        return self._meter.metrics(self.workers.gpu_uses())
-
-    def _check_responses(self) -> None:
-        """Check, after the evaluation of step 0, whether the scorer rewards worthless responses."""
 
     def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> tuple[LoopState, tuple[Alarm, ...]]:
         try:
@@ -142,7 +278,10 @@ class Training(Generic[W]):
     def _end_if_fatal(self, state: LoopState, alarms: Sequence[Alarm]) -> None:
         if fatal := [alarm for alarm in alarms if alarm.action == "stop"]:
             self._save_before(state)
-            raise AlarmError(f"step {state.step}: {'; '.join(alarm.text for alarm in fatal)}. {ALARMS_HINT}")
+            raise AlarmError(
+                f"step {state.step}: {'; '.join(alarm.text for alarm in fatal)}. See its metrics, then change the "
+                "settings, or alarms.*, which may change when a run is resumed"
+            )
 
     def _add_remedy(self, error: UnscoredError) -> UnscoredError:
         self.settle_save()
@@ -156,25 +295,18 @@ class Training(Generic[W]):
     def _write_line(self, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
         step = result.state.step
         metrics = dict(result.metrics)
-        after = result.state
-        if self._is_due(step):
-            begun = time.perf_counter()
-            found, after = self._evaluate(after)
-            metrics["timing_s/testing"] = time.perf_counter() - begun
-            metrics |= found
+        begun = time.perf_counter()
+        found, after = self._evaluate(result.state)
+        if found:
+            metrics |= {"timing_s/testing": time.perf_counter() - begun, **found}
         self._write_responses(result)
-        metrics |= self._system.sample() | self.record.room.check(self.record.next_save_bytes).metrics | self._cost()
-        if self._events.num_failures:
-            metrics["fault/num_retries"] = float(self._events.num_failures)
+        metrics |= self._events.machine_metrics(self.workers.gpu_uses())
         if self._seconds_for_saves:
             metrics["timing_s/save_checkpoint"] = self._seconds_for_saves
             self._seconds_for_saves = 0.0
         self.record.journal.append_step(step, metrics)
         self.workers.holds = name_of(step)
         return metrics, after
-
-    def _is_due(self, step: int) -> bool:
-        raise NotImplementedError
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         """Run the evaluations that are due. Return their metrics, and the state with the best score so far."""
@@ -184,13 +316,27 @@ class Training(Generic[W]):
         """Store the responses of a step. By default this does nothing."""
 
     def _begin_save(self, state: LoopState) -> None:
+        """Begin to save a checkpoint. Its state is complete after the responses of earlier steps are written."""
         self.settle_save()
+        record = self.record
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
         if not self._ends_chunk(state.step) and not self._is_over(state, metrics):
             # The model with the best loss is chosen among chunk ends, independent of stops.
             metrics.pop(HELD_OUT_LOSS, None)
-        self._saving(lambda: self.record.begin_save(state, metrics, self.workers))
+        record.answers.start_part()
+
+        def complete() -> TrainerState:
+            record.answers.wait()
+            journal_bytes = record.journal.sync()
+            return TrainerState(
+                **asdict(state),
+                journal_bytes=journal_bytes,
+                journal_sha256=sha256_of(self._layout.journal, journal_bytes),
+                settings_fingerprint=settings_fingerprint(self._config),
+            )
+
+        self._saving(lambda: record.saves.begin(state.step, complete, metrics, self.workers.each))
         self._saved_step = state.step
 
     def _save_before(self, state: LoopState) -> None:
@@ -204,7 +350,7 @@ class Training(Generic[W]):
         trainer = self._config.trainer
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
-    def _saving(self, advance: Callable[[], Saved | None]) -> None:
+    def _saving(self, advance: Callable[[], int | None]) -> None:
         """Call `advance`, which continues the current save. Add the call's duration to a metric of the next step."""
         begun = time.perf_counter()
         try:
@@ -215,96 +361,5 @@ class Training(Generic[W]):
         finally:
             self._seconds_for_saves += time.perf_counter() - begun
         if saved is not None:
-            self.record.report({"event": "checkpoint", "step": saved.step, "path": str(saved.path)})
-
-
-class RunTraining(Training[RunWorkers]):
-    """The reinforcement learning of a run, which is evaluated on held-out problems."""
-
-    def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
-        step, total = state.step, self._config.trainer.total_steps
-        rates = self.workers.problems.pass_rates if step == 0 else None
-        found: dict[str, float] = {} if rates is None else dict(rates.metrics())
-        if self._config.validation.is_due(step, total):
-            result = self.evaluate(name_of(step), step)
-            found, state = {**found, **result.metrics()}, self.record.with_score(state, result)
-        for suite in self._config.validation.suites:
-            if suite.is_due(step, total):
-                found |= self.evaluate(name_of(step), step, suite).metrics()
-        return found, state
-
-    def _is_due(self, step: int) -> bool:
-        settings, total = self._config.validation, self._config.trainer.total_steps
-        return any(each.is_due(step, total) for each in (settings, *settings.suites))
-
-    def _write_responses(self, result: StepResult) -> None:
-        if self.record.answers.stores_step(result.state.step):
-            self.record.answers.add(self.workers.responses_of(result))
-
-    def _check_responses(self) -> None:
-        if not self._config.reward.audit or self._config.data.environment:
-            return
-        if findings := self.workers.audit(ValidationResult.read(self.file_of(name_of(0)))):
-            text = f"{self._config.data.scorer} pays for responses that are no answers: {'; '.join(map(str, findings))}"
-            self.record.record_event("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
-
-    def evaluate(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Evaluate the weights on held-out problems or a suite. Store the result. Raises UnscoredError if nothing is
-        scored."""
-        if suite is None:
-            result, responses = self.workers.validate(name, step)
-            self._require_metrics(result, None)
-            self.record.answers.write_validation(name, responses)
-            self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.metrics())})
-            self._events.unscored(step, *self.workers.unscored)
-        else:
-            result, reason = self.workers.validate_suite(suite, name, step)
-            self._require_metrics(result, suite)
-            if count := len(result.failures):
-                which = f"suite {suite.name}: {count:,} response(s) have no score"
-                text = f"{which} and are in no metric; the last error: {reason}"
-                data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
-                self.record.record_event("scorer_failed", step, data)
-        result.write(self.file_of(result.name, suite))
-        return result
-
-    def _require_metrics(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
-        if result.problems and not result.scored_only.problems:
-            data = self._config.data if suite is None else suite.data
-            where = f"validation {result.name}" if suite is None else f"suite {suite.name}"
-            raise self._add_remedy(all_unscored_error(where, data.environment or data.scorer, result.failures))
-
-    def evaluate_checkpoint(
-        self, checkpoint: str, name: str, suite: SuiteConfig | None = None, *, step: int | None = None
-    ) -> ValidationResult:
-        """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with the same settings.
-        `step`: the step that the result records, by default the checkpoint's."""
-        step = self.record.store.step_of(checkpoint) if step is None else step
-        result = None if suite is None else self._known_result(step, suite, name)
-        result = result or self._known_result(step, suite)
-        if result is None:
-            self.workers.load(checkpoint)
-            return self.evaluate(name, step, suite)
-        result = replace(result, name=name)
-        result.write(self.file_of(result.name, suite))
-        return result
-
-    def file_of(self, name: str, suite: SuiteConfig | None = None) -> Path:
-        """Return the file for the result of a validation."""
-        folder = self._layout.validation if suite is None else self._layout.suites / suite.name
-        return folder / f"{name}.json"
-
-    def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
-        """Return the stored result if it has the present settings, otherwise None. If `name` is None, look for the
-        result that training stored for the step. A result of only `max_problems` problems is not used."""
-        settings = self._config.validation if suite is None else suite
-        file = self.file_of(name or name_of(step), suite)
-        if (name is None and settings.max_problems) or not file.is_file():
-            return None
-        result = ValidationResult.read(file)
-        wanted = ""
-        if suite is not None:
-            folder = self.workers.inputs.for_suite(suite.name).filtered_directory
-            wanted = suite_fingerprint(self._config, suite, folder)
-        is_same = (result.step, result.suite) == (step, wanted) and result.settings.evaluates_as(settings)
-        return result if is_same else None
+            path = str(self.record.store.path_of(saved))
+            self.record.report({"event": "checkpoint", "step": saved, "path": path})

@@ -1,14 +1,14 @@
-"""Measurements of disk space, estimates of checkpoint sizes, and errors about too little space."""
+"""Measurements of disk space, the wait for free space, and errors about too little space."""
 
 import errno
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.config import CheckpointConfig
-from rlcore.errors import DiskSpaceError, MillraceError, UnwritableError
-from rlcore.storage.documents import find_obstacle
+from rlcore.errors import DiskSpaceError, MillraceError, StopRequestedError, UnwritableError
 
 BYTES_PER_GB = 1e9
 BYTES_PER_TRAINED_PARAMETER = 4 + 8
@@ -21,6 +21,9 @@ NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
 """The messages of writers in Rust and C++ (safetensors, torch) about a full disk. They pass no errno."""
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+PAUSED, RESUMED = "paused_for_disk", "disk_room"  # the events at the start and the end of a wait for disk space
+POLL_S = 1.0
 
 
 def unit_for(num_bytes: float) -> tuple[float, str]:
@@ -69,6 +72,13 @@ def is_out_of_room(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def find_obstacle(folder: Path) -> Path | None:
+    """Return the file or broken link at the path of a folder or of one of its parents, or None."""
+    folder = folder.absolute()
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    return None if nearest.is_dir() else nearest
 
 
 def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = UnwritableError) -> MillraceError:
@@ -180,3 +190,51 @@ def max_num_checkpoints(config: CheckpointConfig, *, total_steps: int, steps_per
 def reserve_bytes(config: CheckpointConfig) -> int:
     """Return `checkpoint.reserve_gb` in bytes."""
     return int(config.reserve_gb * BYTES_PER_GB)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRoom:
+    """A guard that waits until the disk of `path` has room for the next writes. `prune`: deletes old checkpoints.
+    `log_event`: records an event by its name, step and data."""
+
+    path: Path
+    config: CheckpointConfig
+    log_event: Callable[[str, int, Mapping[str, object]], None]
+    stop: Callable[[], bool]
+    prune: Callable[[], object]
+
+    def wait(self, needed_bytes: int, step: int) -> None:
+        """Delete old checkpoints, then wait until the disk has room for `needed_bytes` and the reserve. Raises
+        DiskSpaceError after `checkpoint.wait_for_room_s`, and StopRequestedError if a stop is requested."""
+        report = self.check(needed_bytes)
+        if not report.enough:
+            self.prune()
+            report = self.check(needed_bytes)
+        if report.enough:
+            return
+        deadline = time.monotonic() + self.config.wait_for_room_s
+        what = size(report.missing_bytes) if report.missing_bytes else "inodes"
+        paused = {
+            "text": f"paused: {what} are missing at {report.path}: {report}",
+            "path": str(report.path),
+            "missing_bytes": report.missing_bytes,
+            "needed_bytes": report.needed_bytes + report.reserve_bytes,
+            "free_bytes": report.free_bytes,
+        }
+        self.log_event(PAUSED, step, paused)
+        while not (report := self.check(needed_bytes)).enough:
+            if self.stop():
+                raise StopRequestedError(f"stopped while the run waited for room on a disk: {report}")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DiskSpaceError(
+                    f"{report} Waited {self.config.wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). "
+                    "Committed data stays; the same command resumes the run."
+                )
+            time.sleep(min(left, POLL_S))
+        text = f"{self.path}: there is room again, the run continues"
+        self.log_event(RESUMED, step, {"text": text, "path": str(self.path)})
+
+    def check(self, needed_bytes: int) -> RoomReport:
+        """Return a report of the free space, which says whether it suffices for `needed_bytes` and the reserve."""
+        return check_room(self.path, needed_bytes, reserve_bytes(self.config))

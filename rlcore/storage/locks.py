@@ -174,7 +174,7 @@ def holder_of(path: Path) -> Holder | None:
 
 
 @dataclass(eq=False)
-class HeldLock:
+class HeldLock(FileLock):
     """A lock whose file names its current or last holder. Use it as a context manager. A crash releases the lock.
 
     If `is_named` is false, the content of the file is kept. `what`: the name of the locked object in messages."""
@@ -187,7 +187,7 @@ class HeldLock:
     is_named: bool = True
 
     def __post_init__(self) -> None:
-        self._lock = FileLock(self.path)
+        super().__init__(self.path)
 
     def __enter__(self) -> Self:
         """Acquire the lock within `wait_s` seconds. The minimum is `POLL_S`, because `holder_of` holds a lock briefly.
@@ -207,16 +207,18 @@ class HeldLock:
                 )
             time.sleep(POLL_S)
         if self.is_named:
-            self._write_holder()
+            try:
+                self.write(json.dumps(asdict(Holder.me())).encode())
+            except OSError as reason:
+                # On a full disk the run must still start, since pruning makes room. The lock holds without a text.
+                if not is_out_of_room(reason):
+                    self.release()
+                    raise
         return self
-
-    def fileno(self) -> int:
-        """Return the descriptor of the lock. See `FileLock.fileno`."""
-        return self._lock.fileno()
 
     def _try(self) -> bool:
         try:
-            return self._lock.try_acquire()
+            return self.try_acquire()
         except OSError as reason:
             if reason.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR):
                 raise unwritable(self.path.parent, reason) from reason
@@ -227,17 +229,8 @@ class HeldLock:
                 "paths.root on a file system with locks."
             ) from reason
 
-    def _write_holder(self) -> None:
-        try:
-            self._lock.write(json.dumps(asdict(Holder.me())).encode())
-        except OSError as reason:
-            # On a full disk the run must still start, since pruning makes room. The lock holds without a text.
-            if not is_out_of_room(reason):
-                self._lock.release()
-                raise
-
     def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        self.release()
 
 
 class RunLock(HeldLock):

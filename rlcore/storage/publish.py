@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from pydantic import JsonValue
 
 from rlcore.errors import DataError, DiskSpaceError, MillraceError
 from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
-from rlcore.storage.documents import sha256_of
+from rlcore.storage.documents import flush_to_disk, sha256_of, temporary_sibling
 from rlcore.storage.locks import FileLock
 from rlcore.storage.manifest import MANIFEST, FileEntry, in_threads, manifest_text, read_manifest
 
@@ -234,23 +233,6 @@ def write_secret_once(path: Path, secret: str) -> None:
         except OSError:  # a file system without links
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as own:
                 own.write(secret)
-
-
-def flush_to_disk(path: Path) -> None:
-    """Force the bytes of a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# ---------------------------------------------------------------- temporaries
-
-
-def temporary_sibling(path: Path) -> Path:
-    """Return a new path `.tmp-<name>-<pid>-<8 hex>` in the folder of `path`, so that a rename to `path` is possible."""
-    return path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def remove_tree(path: Path) -> None:

@@ -22,8 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlcore import SOURCE_FOLDER
 from rlcore.config import RunConfig, TrackingConfig
-from rlcore.storage.documents import open_ordinary
-from rlcore.storage.line_file import LineFile, iter_json
+from rlcore.storage.documents import LineFile, iter_json, open_ordinary
 from rlcore.storage.locks import Holder
 from rlcore.tracking.connection import resolve_uri
 from rlcore.tracking.lineage import RUN_ID_TAG, lineage_tags

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
-from rlcore.storage.documents import open_ordinary
-from rlcore.storage.line_file import LineFile, iter_json
+from rlcore.storage.documents import LineFile, iter_json, open_ordinary
 from rlcore.storage.locks import Holder
 from rlcore.tracking.attempts import (
     ATTEMPTS_FILE,

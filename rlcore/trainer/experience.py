@@ -12,7 +12,7 @@ import torch
 from rlcore.algos.advantages import groups_with_signal, overlong_penalty
 from rlcore.batching.balance import partition
 from rlcore.batching.prompts import MixedStream, PromptStream, RowSampler
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError, UnscoredError

@@ -26,7 +26,7 @@ from rlcore.batching.pack import (
     split_pairs,
 )
 from rlcore.batching.prompts import Demonstration
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.rollout.engine import carried_to_text

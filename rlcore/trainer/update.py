@@ -36,7 +36,7 @@ from rlcore.algos.losses import importance_weights, kl_estimate, rejection_mask
 from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics, lr_at
 from rlcore.batching.balance import Assignment, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer import PhaseClock

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import profile
 
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, ValueStatistics
-from rlcore.checkpoint.shards import RankSaver, load_shards
+from rlcore.checkpoint.load import load_shards
+from rlcore.checkpoint.save import RankSaver
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError

@@ -9,25 +9,17 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from rlcore.checkpoint.shards import load_shards
-from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import CheckpointConfig, RunConfig
-from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.checkpoint.load import load_shards
 from tests.checkpoint.small import build, digest, save_shards, train
-
-SETTINGS = RunConfig()
-
-
-def store_at(folder: Path) -> CheckpointStore:
-    return CheckpointStore(folder, CheckpointConfig(keep_last=2, keep_best=0), SETTINGS)
+from tests.helpers.checkpoints import state_at, store_at
 
 
 def save_endlessly(folder: Path, committed: int) -> None:
     """Resume from the newest checkpoint and repeat a step, a save, a prune. Report committed steps to a pipe."""
-    store = store_at(folder)
+    store = store_at(folder, keep_last=2, keep_best=0)
     model, optimizer = build(seed=1)
     newest = store.latest()
     step = 0
@@ -38,10 +30,7 @@ def save_endlessly(folder: Path, committed: int) -> None:
     while True:
         train(model, optimizer, 1)
         step += 1
-        state = TrainerState(
-            step=step, policy_version=step, num_prompts_drawn=step, num_tokens=step, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(SETTINGS), journal_sha256=digest(model.value_head.weight),
-        )  # fmt: skip
+        state = replace(state_at(step), journal_sha256=digest(model.value_head.weight))
         with store.writing(state, {}) as part:
             save_shards(part / "policy", model=model, optimizer=optimizer)
         os.write(committed, f"{step}\n".encode())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.checkpoint.shards import load_shards
+from rlcore.checkpoint.load import load_shards
 from tests.checkpoint.small import build, save_shards, state_of, train, whole
 
 

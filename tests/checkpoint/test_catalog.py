@@ -1,9 +1,26 @@
-"""Listing and finding of checkpoints."""
+"""The trainer's state, the list of checkpoints, and the retention rule against a naive version."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rlcore.checkpoint.catalog import find_checkpoint, list_checkpoints
+from rlcore.checkpoint.catalog import (
+    CheckpointInfo,
+    TrainerState,
+    find_checkpoint,
+    journal_problem,
+    kept_steps,
+    list_checkpoints,
+)
+from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError
+from rlcore.storage.documents import sha256_of
 from tests.helpers.checkpoints import save, store_at
 from tests.helpers.published import edit_manifest, flip
 
@@ -53,3 +70,131 @@ def test_unreadable_checkpoint_error_has_the_reason(tmp_path):
     for name in ("1", "step-000001"):
         with pytest.raises(CheckpointError, match="format_version must be 1, got 99"):
             find_checkpoint(tmp_path / "checkpoints", name)
+
+
+SCORE = "val/reward"
+
+
+def info(step: int, metrics: Mapping[str, float] | None = None) -> CheckpointInfo:
+    return CheckpointInfo(step, Path(f"step-{step:06d}"), 1, metrics or {}, "2026-01-01T00:00:00", "f")
+
+
+def naive(scores: dict[int, float | None], *, last: int, best: int, every: int) -> set[int]:
+    """Return the kept steps, by asking for each step whether a reason to keep it exists."""
+    kept = set()
+    for step, score in scores.items():
+        num_newer = sum(1 for other in scores if other > step)
+        num_better = 0
+        if score is not None:
+            for other, its_score in scores.items():
+                if its_score is not None and (its_score > score or (its_score == score and other > step)):
+                    num_better += 1
+        if num_newer < last or (score is not None and num_better < best) or (every > 0 and step % every == 0):
+            kept.add(step)
+    return kept
+
+
+@given(
+    st.dictionaries(st.integers(1, 60), st.none() | st.sampled_from([0.0, 0.25, 0.5, -1.0]), max_size=15),
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.sampled_from([0, 1, 5, 20]),
+)
+def test_kept_steps_equal_the_naive_rule(scores, last, best, every):
+    checkpoints = [info(step, {} if score is None else {SCORE: score}) for step, score in scores.items()]
+    config = CheckpointConfig(keep_last=last, keep_best=best, keep_every_steps=every)
+    kept = kept_steps(checkpoints, config)
+    assert kept == naive(scores, last=last, best=best, every=every)
+    assert not scores or max(scores) in kept, "never the newest"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({}, None),
+        ({"critic/score/mean": 0.9, "val-core/countdown/pass_at_4": 0.9}, None),
+        ({"val/reward": 0.25, "val-core/suite/reward/mean_at_4": 0.75}, 0.25),
+        ({"sft/held_out_loss": 1.5, "val/reward": 0.25}, -1.5),
+        ({"sft/held_out_loss": 0.0}, 0.0),
+        ({"val/reward": 0.0}, 0.0),
+    ],
+)
+def test_score_is_the_held_out_reward(metrics, expected):
+    assert info(1, metrics).score == expected
+
+
+STATE = TrainerState(
+    step=20,
+    policy_version=20,
+    num_prompts_drawn=1280,
+    num_tokens=123_456,
+    kl_coef=0.1 + 0.2,
+    best_metric=1 / 3,
+    best_step=10,
+    journal_bytes=4711,
+    settings_fingerprint="0123456789abcdef",
+)
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "state.json").write_text(text)
+    return folder / "state.json"
+
+
+@given(st.floats(allow_nan=False))
+def test_state_round_trip_is_exact(tmp_path_factory, value):
+    state = replace(STATE, best_metric=value, kl_coef=value)
+    again = TrainerState.read(written(tmp_path_factory.mktemp("state"), state.to_json()))
+    assert again == state
+    assert math.copysign(1, again.kl_coef) == math.copysign(1, value)
+
+
+def test_state_without_a_score_is_json(tmp_path):
+    state = replace(STATE, best_metric=float("-inf"))
+    json.loads(state.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert TrainerState.read(written(tmp_path, state.to_json())).best_metric == float("-inf")
+
+
+def changed(**changes: object) -> str:
+    return json.dumps(json.loads(STATE.to_json()) | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (changed(format_version=1), r"format_version must be 2, got 1.*version of Millrace"),
+        (changed(step=-1), r"step: Input should be greater than or equal to 0, got -1"),
+        (changed(kl_coef="much"), r"kl_coef: .*got 'much'"),
+        (changed(unknown=1), r"unknown: Unexpected keyword argument"),
+        ("{}", r"is damaged \(KeyError"),
+        ("[1]", r"is damaged"),
+        ("", r"is damaged"),
+        (STATE.to_json()[:40], r"is damaged"),
+    ],
+)
+def test_invalid_state_is_refused(tmp_path, text, message):
+    with pytest.raises(CheckpointError, match=r"state\.json: " + message):
+        TrainerState.read(written(tmp_path, text))
+
+
+def test_missing_state_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="missing"):
+        TrainerState.read(tmp_path / "state.json")
+
+
+def test_journal_problem_names_the_missing_bytes(tmp_path):
+    journal = tmp_path / "metrics.jsonl"
+    assert journal_problem(replace(STATE, journal_bytes=0), journal) == "", "nothing is wanted of it"
+    journal.write_bytes(b"0123456789")
+    state = replace(STATE, journal_bytes=4, journal_sha256=sha256_of(journal, 4))
+    assert journal_problem(state, journal) == "", "it may be longer"
+    other = replace(state, journal_bytes=5)
+    changed = "was changed: its first 5 bytes are not those that it had at step 20"
+    assert journal_problem(other, journal) == f"{journal}: {changed}"
+    journal.write_bytes(b"0123")
+    assert journal_problem(state, journal) == "", "all of it"
+    assert journal_problem(other, journal) == f"{journal}: was cut: it has 4 of the 5 bytes that it had at step 20"
+    journal.unlink()
+    assert journal_problem(state, journal) == f"{journal}: is lost: it had 4 bytes at step 20"
+    journal.symlink_to(journal)
+    assert journal_problem(state, journal).startswith(f"{journal}: cannot be read ([Errno 40] ")

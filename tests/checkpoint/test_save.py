@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlcore.checkpoint.save import CheckpointSaver, Saved, prune
-from rlcore.checkpoint.shard_files import num_bytes
-from rlcore.checkpoint.shards import CopySize, RankSaver, load_shards, rank_shards
+from rlcore.checkpoint.load import load_shards
+from rlcore.checkpoint.save import CheckpointSaver, RankSaver, prune
+from rlcore.checkpoint.shards import num_bytes, rank_shards
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError, DiskSpaceError
@@ -25,11 +25,11 @@ def parts(folder: Path, full: Path | None = None) -> tuple[Ranks, CheckpointStor
 
 
 def begin(saver: CheckpointSaver, step: int, ranks: Ranks) -> None:
-    assert saver.begin(step, lambda: state_at(step), {}, ranks) is None
+    assert saver.begin(step, lambda: state_at(step), {}, ranks.each) is None
     assert "writing shards" in saver.at
 
 
-def ended(saver: CheckpointSaver, ending: str) -> Saved:
+def ended(saver: CheckpointSaver, ending: str) -> int | None:
     if ending == "settle":
         return saver.settle()
     while (saved := saver.poll()) is None:
@@ -56,13 +56,13 @@ def test_copy_is_independent_of_later_training(tmp_path):
 
 @pytest.mark.parametrize("ending", ["poll", "settle"])
 def test_training_continues_during_a_save(tmp_path, ending):
-    ranks, store, saver = parts(tmp_path)
+    ranks, _, saver = parts(tmp_path)
     for step in (1, 2):
         train(ranks.model, ranks.optimizer, 1)
         expected = state_of(ranks.model, ranks.optimizer)
         begin(saver, step, ranks)
         train(ranks.model, ranks.optimizer, 1)
-        assert ended(saver, ending) == Saved(step, store.path_of(step), {})
+        assert ended(saver, ending) == step
         assert saver.at == ""
         assert saver.poll() is None, "reported once"
         newest = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS).latest()
@@ -82,7 +82,7 @@ def test_full_disk_is_raised_by_the_next_call(small_disk, ending):
     ranks.full = None
     (small_disk / "ballast").unlink()
     begin(saver, 2, ranks)
-    assert ended(saver, ending).step == 2
+    assert ended(saver, ending) == 2
 
 
 def test_full_disk_during_publishing_is_raised(small_disk):
@@ -106,10 +106,10 @@ def test_abandoned_save_leaves_nothing(tmp_path, monkeypatch, fail):
     ranks, store, saver = parts(tmp_path)
     if fail == "begin":
         with monkeypatch.context() as patched:
-            patched.setattr("rlcore.checkpoint.shards.SPARE_SHARE", 1e12)  # so it is written in `begin`
+            patched.setattr("rlcore.checkpoint.save.SPARE_SHARE", 1e12)  # so it is written in `begin`
             patched.setattr("rlcore.checkpoint.shards.write_parts", refuse)
             with pytest.raises(CheckpointError, match="no writing here"):
-                saver.begin(1, lambda: state_at(1), {}, ranks)
+                saver.begin(1, lambda: state_at(1), {}, ranks.each)
         saver.abandon()
     else:
         begin(saver, 1, ranks)
@@ -163,13 +163,14 @@ def test_save_reports_stages_and_needs_room_for_all_ranks(tmp_path):
         seen.append(saver.at)
         return state_at(3)
 
-    assert saver.begin(3, record, {"a": 1.0}, ranks) is None
+    assert saver.begin(3, record, {"a": 1.0}, ranks.each) is None
     at = saver.at
     folder = at.removeprefix("checkpoint of step 3: writing shards to ")
     assert Path(folder).parent == store.directory
     assert seen == ["", f"checkpoint of step 3: opening a folder for {store.path_of(3)}", at]
     assert waits == [(int(2 * size * 1.01) + 4 * 2**20, 3)]
-    assert saver.settle() == Saved(3, store.path_of(3), {"a": 1.0})
+    assert saver.settle() == 3
+    assert store.list()[0].metrics == {"a": 1.0}
     assert (saver.at, ranks.saver._copies) == ("", {})
 
 
@@ -183,15 +184,15 @@ def test_ranks_of_a_host_share_its_memory(
     saver = RankSaver(lambda: {"policy": (model, optimizer), "critic": (model, optimizer)}, num_ranks=num_ranks)
     size = 2 * num_bytes(rank_shards(model, optimizer).parts)
     available = size * num_ranks * 1.25 + spare
-    monkeypatch.setattr("rlcore.checkpoint.shards.psutil.virtual_memory", lambda: SimpleNamespace(available=available))
-    assert saver.copy() == CopySize(size, is_copied)
+    monkeypatch.setattr("rlcore.checkpoint.save.psutil.virtual_memory", lambda: SimpleNamespace(available=available))
+    assert saver.copy() == (size, is_copied)
     assert sorted(saver._copies) == (["critic", "policy"] if is_copied else [])
 
 
 def test_save_without_memory_for_a_copy_is_synchronous(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlcore.checkpoint.shards.psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    monkeypatch.setattr("rlcore.checkpoint.save.psutil.virtual_memory", lambda: SimpleNamespace(available=0))
     ranks, store, saver = parts(tmp_path)
-    assert saver.begin(1, lambda: state_at(1), {}, ranks) == Saved(1, store.path_of(1), {})
+    assert saver.begin(1, lambda: state_at(1), {}, ranks.each) == 1
     assert_same(state_of(*loaded(store.path_of(1))), state_of(ranks.model, ranks.optimizer))
 
 
@@ -200,7 +201,7 @@ def test_save_prunes_old_checkpoints(tmp_path):
     ranks, saver = Ranks(), CheckpointSaver(store, lambda needed_bytes, step: None)
     for step in (1, 2):
         begin(saver, step, ranks)
-        assert ended(saver, "settle").step == step
+        assert ended(saver, "settle") == step
     assert steps(store) == [2]
 
 
@@ -211,7 +212,7 @@ def test_save_that_cannot_begin_leaves_nothing(tmp_path):
         raise DiskSpaceError("the journal has no room")
 
     with pytest.raises(DiskSpaceError, match="the journal has no room"):
-        saver.begin(1, fails, {}, ranks)
+        saver.begin(1, fails, {}, ranks.each)
     assert (saver.at, saver.settle()) == ("", None)
     assert steps(store) == []
 

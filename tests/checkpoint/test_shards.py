@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlcore.checkpoint import shard_files
-from rlcore.checkpoint.shard_files import Box, LocalPart, ShardReader, local_part, rank_and_world_size, write_parts
-from rlcore.checkpoint.shards import load_shards
+from rlcore.checkpoint import shards
+from rlcore.checkpoint.load import ShardReader, load_shards
+from rlcore.checkpoint.shards import Box, LocalPart, local_part, rank_and_world_size, write_parts
 from rlcore.errors import CheckpointError, DiskSpaceError
 from tests.checkpoint.small import assert_same, build, save_shards, state_of, train
 from tests.storage.small_disk import fill
@@ -72,14 +72,6 @@ def test_tied_weights_are_written_once(saved):
     assert model.model.lm_head.weight.data_ptr() == model.model.model.embed_tokens.weight.data_ptr()
 
 
-def test_load_without_an_optimizer(saved):
-    (model, optimizer), (expected, used) = build(seed=2), build(seed=1)
-    load_shards(saved, model=model, optimizer=None)
-    train(expected, used, 2)
-    assert not optimizer.state
-    assert_same({"w": model.value_head.weight}, {"w": expected.value_head.weight})
-
-
 def test_dtypes_other_than_float32(tmp_path):
     class Mixed(nn.Module):
         def __init__(self, fill_value: float) -> None:
@@ -115,8 +107,8 @@ def test_compiled_modules_have_plain_names(saved):
         assert torch.equal(parameter, expected)
 
 
-def test_round_trip_over_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_files, "MAX_FILE_BYTES", 4000)
+def test_round_trip_over_many_files_needs_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "MAX_FILE_BYTES", 4000)
     model, optimizer = build(seed=1)
     train(model, optimizer, 1)
     save_shards(tmp_path / "policy", model=model, optimizer=optimizer)
@@ -125,6 +117,11 @@ def test_round_trip_over_many_files(tmp_path, monkeypatch):
     other, other_optimizer = build(seed=2)
     load_shards(tmp_path / "policy", model=other, optimizer=other_optimizer)
     assert_same(state_of(other, other_optimizer), state_of(model, optimizer))
+    for file in sorted((tmp_path / "policy").glob("*.safetensors"))[::5]:
+        file.rename(tmp_path / "away")
+        with pytest.raises(CheckpointError, match=r"not in it|no shard file holds it"):
+            load_shards(tmp_path / "policy", model=model, optimizer=optimizer)
+        (tmp_path / "away").rename(file)
 
 
 _UNPICKLED: list[str] = []
@@ -171,18 +168,6 @@ def test_another_optimizer_or_fewer_tensors_are_refused(saved, tmp_path):
     del model.value_head
     with pytest.raises(CheckpointError, match=r"1 tensors are not in the model, first model\.value_head\.weight"):
         load_shards(saved, model=model, optimizer=optimizer)
-
-
-def test_missing_file_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_files, "MAX_FILE_BYTES", 20_000)
-    model, optimizer = build(seed=1)
-    train(model, optimizer, 1)
-    save_shards(tmp_path / "policy", model=model, optimizer=optimizer)
-    for file in sorted((tmp_path / "policy").glob("*.safetensors")):
-        file.rename(tmp_path / "away")
-        with pytest.raises(CheckpointError, match=r"not in it|no shard file holds it"):
-            load_shards(tmp_path / "policy", model=model, optimizer=optimizer)
-        (tmp_path / "away").rename(file)
 
 
 def _rewrite_header(file: Path, **changes: str) -> None:
@@ -269,9 +254,6 @@ def test_local_part_of_a_mesh_rank(mesh: DeviceMesh) -> None:
     both = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0), Shard(1)], run_check=False)
     part = local_part("d", both, rank=2)
     assert (part.global_shape, part.box, part.is_written_here) == ((6, 4), Box((3, 0), (3, 2)), True)
-
-
-def test_partial_placement_is_refused(mesh: DeviceMesh) -> None:
     summed = DTensor.from_local(torch.zeros(3), mesh, [Replicate(), Partial()], run_check=False)
     with pytest.raises(CheckpointError, match=r"^a: is laid out as .*P.*; checkpoints know Shard and Replicate\. Sh"):
         local_part("a", summed, rank=2)
@@ -284,6 +266,14 @@ def test_files_that_disagree_on_a_tensor_are_damaged(tmp_path: Path, other: torc
         write_parts(tmp_path, [LocalPart("a", shape, Box((0,), shape), tensor, True)], rank=rank, world_size=2)
     with pytest.raises(CheckpointError, match="gives a another shape or type than the files before it"):
         ShardReader(tmp_path).__enter__()
+
+
+def test_missing_file_of_a_rank_is_an_error(tmp_path: Path) -> None:
+    half = LocalPart("a", (4,), Box((0,), (2,)), torch.ones(2), True)
+    write_parts(tmp_path, [half], rank=0, world_size=2)
+    whole = LocalPart("a", (4,), Box((0,), (4,)), torch.zeros(4), True)
+    with ShardReader(tmp_path) as reader, pytest.raises(CheckpointError, match=r"2 of 4 elements of a .* rank's file"):
+        reader.fill(whole)
 
 
 @pytest.mark.parametrize(

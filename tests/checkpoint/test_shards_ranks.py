@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlcore.checkpoint.shards import load_shards
+from rlcore.checkpoint.load import load_shards
 from tests.checkpoint.small import assert_same, build, save_shards, state_of, train
 from tests.helpers.forked import run_side_by_side
 
@@ -59,23 +59,18 @@ def test_one_reads_ranks_and_continues(left_by_ranks):
     assert_same(state_of(model, optimizer), state_of(expected, its_optimizer))
 
 
-@pytest.mark.parametrize("folder", ["trained", "from-copies"])
-def test_one_reads_trained_ranks(left_by_ranks, folder):
-    """A pass without backward leaves parameters gathered. They are nevertheless saved as shards."""
+@pytest.mark.parametrize(
+    ("folder", "file"), [("trained", "trained-0"), ("from-copies", "trained-0"), ("offloaded", "offloaded-0")]
+)
+def test_one_reads_trained_ranks(left_by_ranks, folder, file):
+    """The ranks' parameters are gathered after a pass without backward, and the moments of one run are offloaded."""
     model, optimizer = build(seed=9)
     load_shards(left_by_ranks / folder, model=model, optimizer=optimizer)
-    assert_same(state_of(model, optimizer), load_file(left_by_ranks / "trained-0"))
+    assert_same(state_of(model, optimizer), load_file(left_by_ranks / file))
 
 
 def test_ranks_read_ranks(left_by_ranks):
     assert_same(load_file(left_by_ranks / "reread-0"), load_file(left_by_ranks / "trained-0"))
-
-
-def test_offloaded_moments_are_readable_by_one(left_by_ranks):
-    """Trained and saved by ranks with an offloaded optimizer, read by one without."""
-    model, optimizer = build(seed=9)
-    load_shards(left_by_ranks / "offloaded", model=model, optimizer=optimizer)
-    assert_same(state_of(model, optimizer), load_file(left_by_ranks / "offloaded-0"))
 
 
 @pytest.mark.lengthy

@@ -28,7 +28,6 @@ from tests.storage.small_disk import fill
 def test_store_lists_finds_and_reads_checkpoints(tmp_path):
     store = store_at(tmp_path)
     assert store.latest() is None
-    assert store.measured_bytes() is None
     for step in (20, 40, 1_000_000):
         save(store, step, score=step / 1e6)
     assert steps(store) == [20, 40, 1_000_000]
@@ -37,7 +36,7 @@ def test_store_lists_finds_and_reads_checkpoints(tmp_path):
     assert newest.path == store.path_of(1_000_000)
     assert newest.score == 1.0
     assert newest.created.startswith("20")
-    assert newest.size_bytes == store.measured_bytes() > 1000
+    assert newest.size_bytes > 1000
     assert store.load_state(newest) == state_at(1_000_000)
     with store.writing(state_at(60), {"a": float("nan"), "b": float("inf"), "c": 0.1}):
         pass
@@ -54,8 +53,11 @@ def test_best_has_the_highest_and_latest_score(tmp_path):
         save(store, step, score)
     best = store.best()
     assert best.step == 3
-    (best.path / "policy" / "rank.safetensors").unlink()
+    (best.path / SHARD).unlink()
     assert store.best().step == 2
+
+
+SHARD = Path("policy", "rank.safetensors")
 
 
 def instead(path: Path, make: Callable[[Path], object]) -> None:
@@ -64,16 +66,13 @@ def instead(path: Path, make: Callable[[Path], object]) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flip in a shard": (lambda path: flip(path / "policy" / "rank.safetensors", 3), r"rank\.safetensors: hash"),
+    "flip in a shard": (lambda path: flip(path / SHARD, 3), r"rank\.safetensors: hash"),
     "flip in the state": (lambda path: flip(path / "state.json", 40), r"state\.json: hash"),
     "flip in the settings": (lambda path: flip(path / "settings.json", 10), r"settings\.json: hash"),
     "flip in the manifest": (lambda path: flip(path / "manifest.json", 30), r"manifest\.json: "),
-    "truncated shard": (
-        lambda path: (path / "policy" / "rank.safetensors").write_text("we"),
-        "size must be 12 bytes, got 2",
-    ),
+    "truncated shard": (lambda path: (path / SHARD).write_text("we"), "size must be 12 bytes, got 2"),
     "truncated manifest": (lambda path: (path / "manifest.json").write_text('{"kind": '), "is damaged"),
-    "missing shard": (lambda path: (path / "policy" / "rank.safetensors").unlink(), r"rank\.safetensors: missing"),
+    "missing shard": (lambda path: (path / SHARD).unlink(), r"rank\.safetensors: missing"),
     "missing folder": (lambda path: shutil.rmtree(path / "policy"), r"rank\.safetensors: missing"),
     "missing state": (lambda path: (path / "state.json").unlink(), r"state\.json: missing"),
     "missing manifest": (lambda path: (path / "manifest.json").unlink(), r"missing: manifest\.json.*never finished"),
@@ -88,10 +87,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: instead(path / "manifest.json", lambda name: name.symlink_to("/proc/self/mem")),
         "Input/output error",
     ),
-    "pipe for a shard": (
-        lambda path: instead(path / "policy" / "rank.safetensors", os.mkfifo),
-        "must be an ordinary file",
-    ),
+    "pipe for a shard": (lambda path: instead(path / SHARD, os.mkfifo), "must be an ordinary file"),
     "file for a folder": (lambda path: (shutil.rmtree(path), path.touch()), "never finished"),
     "link to itself": (lambda path: (shutil.rmtree(path), path.symlink_to(path)), "cannot be read"),
     "emptied": (lambda path: (shutil.rmtree(path), path.mkdir()), "never finished"),
@@ -150,7 +146,7 @@ def test_file_instead_of_the_folder_is_refused(tmp_path):
 def test_unreadable_settings_are_an_error(tmp_path):
     settings = save(store_at(tmp_path), 1) / "settings.json"
     settings.write_text("[" * settings.stat().st_size)
-    with pytest.raises(CheckpointError, match=r"settings\.json: cannot be read .*nested too deeply"):
+    with pytest.raises(CheckpointError, match=r"settings\.json: cannot be read .*recursion limit"):
         store_at(tmp_path, RunConfig(seed=7)).latest(verify=False)
 
 
@@ -202,16 +198,10 @@ def test_newest_is_used_where_none_fits_the_journal(tmp_path, journaled, caplog,
     assert found.journal_problem in caplog.text
 
 
-def test_longer_journal_fits_a_checkpoint(tmp_path, journaled):
-    journaled.write_text(journaled.read_text() + "more\n")
-    found = with_journal(tmp_path).find_latest()
-    assert (found.checkpoint.step, found.refusals, found.journal_problem) == (3, (), "")
-
-
 def test_latest_without_hashes_checks_sizes_only(tmp_path):
     store = store_at(tmp_path)
-    flip(save(store, 1) / "policy" / "rank.safetensors", 0)
-    (save(store, 2) / "policy" / "rank.safetensors").write_text("short")
+    flip(save(store, 1) / SHARD, 0)
+    (save(store, 2) / SHARD).write_text("short")
     assert store.latest().step == 1, "its writer trusts the hashes, and finds the wrong size"
     reader = store_at(tmp_path)
     found = reader.latest(verify=False)
@@ -223,7 +213,7 @@ def test_latest_without_hashes_checks_sizes_only(tmp_path):
 def test_all_checkpoints_broken_is_an_error(tmp_path):
     store = store_at(tmp_path)
     for step in (1, 2):
-        (save(store, step) / "policy" / "rank.safetensors").unlink()
+        (save(store, step) / SHARD).unlink()
     with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints can be used(.|\n)*step-000002(.|\n)*step 0"):
         store_at(tmp_path).latest()
 
@@ -270,7 +260,9 @@ def test_ten_of_many_different_settings_are_shown(tmp_path: Path, count: int, mo
         in str(caught.value)
     )
     (folder / "settings.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=rf"settings\.json: holds no settings\. Restore it, or delete {folder}\."):
+    with pytest.raises(
+        CheckpointError, match=rf"settings\.json: cannot be read \(.*an object\)\. Restore it, or delete {folder}\."
+    ):
         require_same_settings(info, {}, "another")
 
 
@@ -358,15 +350,6 @@ def test_full_disk_keeps_the_last_good_checkpoint(small_disk):
     assert steps(store) == [1, 2]
 
 
-def test_same_step_is_replaced(tmp_path):
-    store = store_at(tmp_path)
-    save(store, 1, content="old")
-    save(store, 1, content="new")
-    assert (store.path_of(1) / "policy" / "rank.safetensors").read_text() == "new of 1"
-    assert steps(store) == [1]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001"]
-
-
 def test_prune_follows_the_retention_rule(tmp_path):
     store = store_at(tmp_path, keep_last=2, keep_best=1, keep_every_steps=4)
     for step in range(1, 10):
@@ -382,11 +365,11 @@ def test_prune_never_deletes_the_last_good_one(tmp_path):
     writer = store_at(tmp_path)
     for step in (1, 2, 3):
         save(writer, step)
-    flip(writer.path_of(3) / "policy" / "rank.safetensors", 0)
+    flip(writer.path_of(3) / SHARD, 0)
     store = store_at(tmp_path, keep_last=1, keep_best=0)
     store.prune()
     assert steps(store) == [2, 3], "3 is the newest but broken: 2 is the last good one"
-    flip(writer.path_of(2) / "policy" / "rank.safetensors", 0)
+    flip(writer.path_of(2) / SHARD, 0)
     assert store_at(tmp_path, keep_last=1, keep_best=0).prune() == (), "with no good one left nothing is deleted"
 
 
@@ -394,7 +377,7 @@ def test_broken_checkpoint_does_not_count_in_retention(tmp_path):
     store = store_at(tmp_path, keep_last=1, keep_best=1)
     for step, score in ((10, 0.5), (20, 0.9)):
         save(store, step, score)
-    (store.path_of(20) / "policy" / "rank.safetensors").write_text("short")
+    (store.path_of(20) / SHARD).write_text("short")
     save(store, 30, 0.1)
     assert store.prune() == ()
     assert store.best().step == 10

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.checkpoint.shards import load_shards
-from tests.checkpoint.crashing import store_at
+from rlcore.checkpoint.load import load_shards
 from tests.checkpoint.small import assert_same, build, digest, state_of, train
+from tests.helpers.checkpoints import store_at
 
 ROOT = Path(__file__).parents[2]
 NUM_KILLS = 20
@@ -18,7 +18,7 @@ NUM_KILLS = 20
 @pytest.mark.lengthy  # at chosen moments, of a whole run: run/test_kill.py
 def test_repeated_kills_lose_no_checkpoint(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.crashing", str(tmp_path / "checkpoints"), str(NUM_KILLS)],
+        [sys.executable, "-m", "tests.checkpoint.crashing", str(tmp_path), str(NUM_KILLS)],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -34,7 +34,7 @@ def test_repeated_kills_lose_no_checkpoint(tmp_path):
     assert newest[-1] > NUM_KILLS / 2, "the children must have been killed in the middle of things"
 
     # The run that was killed twenty times is, bit for bit, the run that was never killed.
-    store = store_at(tmp_path / "checkpoints")
+    store = store_at(tmp_path)
     last = store.latest()
     model, optimizer = build(seed=8)
     load_shards(last.path / "policy", model=model, optimizer=optimizer)

@@ -22,7 +22,7 @@ from rlcore.config import CountdownData, FilterConfig, ParquetData
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, DiskSpaceError
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
-from rlcore.run.inputs import RunInputs
+from rlcore.run.layout import RunInputs
 from rlcore.run.supervised import Demonstrations
 from rlcore.storage.publish import published_directory
 from tests.data.conftest import CHAT_TEMPLATE, saved

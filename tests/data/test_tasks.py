@@ -36,7 +36,7 @@ from rlcore.config import (
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.inputs import RunInputs
+from rlcore.run.layout import RunInputs
 from rlcore.run.problems import Problems
 
 SMALL = CountdownData(

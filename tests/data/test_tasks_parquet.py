@@ -19,7 +19,7 @@ from rlcore.config import FilterConfig, ParquetData, RewardConfig, RunConfig
 from rlcore.config.data import scorer_of_row, scorers_of
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.inputs import RunInputs
+from rlcore.run.layout import RunInputs
 from rlcore.run.problems import Problems
 
 ROW: dict[str, object] = {

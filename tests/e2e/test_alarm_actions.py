@@ -7,7 +7,7 @@ import pytest
 
 from rlcore.config.run import AlarmConfig
 from rlcore.errors import AlarmError, NonFiniteError, UnscoredError
-from rlcore.run.failures import failure_from
+from rlcore.run.watchdog import failure_from
 from rlcore.tracking.journal import load_journal, read_journal
 from rlcore.trainer.metrics import SKIPPED
 from tests.helpers.harmful import HARM

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.run.failures import read_failures
+from rlcore.run.watchdog import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.running import WAIT_S, disturb, output_of, small, steps_of
 from tests.helpers.share_of_digits import LEARNING

@@ -131,7 +131,7 @@ def test_training_continues_while_a_checkpoint_is_written(undisturbed: SmallRun,
 def test_without_memory_for_a_copy_training_waits_for_the_save(
     undisturbed: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlcore.checkpoint.shards.SPARE_SHARE", 1e12)
+    monkeypatch.setattr("rlcore.checkpoint.save.SPARE_SHARE", 1e12)
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     events: list[Event] = []
     with session_of(run, events.append) as session:

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from rlcore.checkpoint import shard_files
+from rlcore.checkpoint import shards
 from rlcore.config.compose import load_config
 from rlcore.errors import DiskSpaceError, StopRequestedError
-from rlcore.run.disk import disk_needs
-from rlcore.run.layout import RunLayout
+from rlcore.run.layout import RunLayout, disk_needs
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
 from tests.helpers.running import answers_of, assert_same, steps_of, weights_of
@@ -122,7 +121,7 @@ def test_a_full_disk_at_the_journal_and_in_saves(
 ) -> None:
     run = elsewhere(undisturbed, disk, *OVERRIDES)
     fault = FullDisk(run, disk, fill_after={("progress", 1): 0, ("progress", 3): 0, ("progress", 6): 1 << 20})
-    write_file, in_the_middle = shard_files.save_file, ["step-000009"]
+    write_file, in_the_middle = shards.save_file, ["step-000009"]
 
     def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
         if path.parts[-3].removeprefix(".tmp-")[: len("step-000000")] in in_the_middle:
@@ -130,7 +129,7 @@ def test_a_full_disk_at_the_journal_and_in_saves(
             fault.fill(0)
         write_file(dict(tensors), path, metadata=metadata)
 
-    monkeypatch.setattr(shard_files, "save_file", save_file)
+    monkeypatch.setattr(shards, "save_file", save_file)
     ends = run_to_the_end_in_spite(fault)
 
     assert [steps for _, steps in ends] == [[], [], [6]], ends
@@ -153,7 +152,7 @@ def test_no_room_in_the_middle_of_a_shard(undisturbed: SmallRun, disk: Path, mon
     """The disk stays full, or as under a quota, writes fail although the file system reports free space."""
     run = elsewhere(undisturbed, disk, *OVERRIDES)
     fault = FullDisk(run, disk)
-    write_file = shard_files.save_file
+    write_file = shards.save_file
     refused: list[tuple[str, str]] = []
     still = ["step-000003", "step-000006", "step-000006"]
 
@@ -172,7 +171,7 @@ def test_no_room_in_the_middle_of_a_shard(undisturbed: SmallRun, disk: Path, mon
                 fault.ballast.unlink()
             raise
 
-    monkeypatch.setattr(shard_files, "save_file", save_file)
+    monkeypatch.setattr(shards, "save_file", save_file)
     ends = run_to_the_end_in_spite(fault)
 
     assert [step for step, _ in refused] == ["step-000003", "step-000006", "step-000006"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.run.failures import read_failures
+from rlcore.run.watchdog import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.harmful import HARM
 from tests.helpers.running import WAIT_S, assert_same, disturb, output_of, small, steps_of

@@ -12,7 +12,8 @@ from flows.stages.dataset import Dataset, Demonstrations, Filter
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.run.inputs import RunInputs, ensure_tokenizer
+from rlcore.run.initial_policy import ensure_tokenizer
+from rlcore.run.layout import RunInputs
 from rlcore.workers.group import LocalGroup
 from tests.flows.conftest import in_this_process, journal
 from tests.helpers.file_shapes import DEMONSTRATIONS, PROBLEMS, write_files, write_model

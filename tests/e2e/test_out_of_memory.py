@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.fingerprint import run_id
-from rlcore.run.failures import read_failures
+from rlcore.run.watchdog import read_failures
 from rlcore.tracking.delivery import sync_run
 from rlcore.tracking.journal import load_journal, read_journal
 from tests.helpers.mlflow import client_of, main_run

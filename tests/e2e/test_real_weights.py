@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlcore.batching.pack import pack
-from rlcore.checkpoint.export import export_transformers
+from rlcore.checkpoint.load import export_transformers
 from rlcore.config.model import SMOLLM2, LoraConfig, ModelConfig
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters

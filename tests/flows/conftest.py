@@ -22,7 +22,7 @@ from flows.cli import app, exit_code
 from flows.plan.plan import RunPlan
 from flows.server.api import LocalServer
 from flows.stages.stage import StageStatus
-from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.catalog import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.server.api import LocalServer
 from rlcore.evaluation.result import ValidationResult
-from rlcore.run.failures import read_failures
+from rlcore.run.watchdog import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.flows.conftest import (
     SMALL,

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.rollout.engine import carried_to_text
 from rlcore.run.problems import Problems
 from rlcore.trainer import PhaseClock

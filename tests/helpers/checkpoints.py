@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlcore.checkpoint.shards import RankSaver
-from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.catalog import TrainerState
+from rlcore.checkpoint.save import RankSaver
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.fingerprint import settings_fingerprint

@@ -52,6 +52,11 @@ def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
+def at(moment: str, signal: str, nth: int) -> Plan:
+    """Plan a signal at the nth time that a start reaches a moment."""
+    return {"at": moment, "nth": nth, "signals": [signal]}
+
+
 def output_of(run: SmallRun) -> str:
     return (run.layout.run_dir / "out.log").read_text()
 

@@ -13,16 +13,15 @@ from data.demonstrations import tokenize_demonstrations
 from data.filter import filter_dataset
 from data.tasks import build_dataset
 from flows.stages.dataset import make_suite
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import MixtureData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
 from rlcore.models.load import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.initial_policy import InitialPolicy, stage_layout
-from rlcore.run.inputs import RunInputs, ensure_tokenizer
-from rlcore.run.layout import RunLayout
+from rlcore.run.initial_policy import InitialPolicy, ensure_tokenizer, stage_layout
+from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.run.problems import Problems
 from rlcore.run.stop import StopFlag
 from rlcore.run.supervised import WarmStart

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.sweep.study import Member, members_of
-from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.catalog import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.sweep import load_sweep

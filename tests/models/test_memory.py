@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlcore.checkpoint.shards import load_shards
+from rlcore.checkpoint.load import load_shards
 from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 from rlcore.models import memory
 from rlcore.models.memory import MOMENTS, OffloadedAdamW, build_optimizer, clip_grad_norm, digest

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rlcore.config import RunConfig, SamplingConfig
-from rlcore.run.workers import start_workers
+from rlcore.run.training import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS

@@ -10,9 +10,6 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.record import RunRecord
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Watchdog
-from tests.storage.small_disk import small_disk
-
-__all__ = ["small_disk"]
 
 Reported = list[Mapping[str, object]]
 

@@ -1,12 +1,48 @@
-"""Pass rates of the training rows: the table, the selected rows, and training on them."""
+"""Pass rates: the table, the selected rows, and training on them."""
 
+import math
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from flows.plan.plan import make_plan
+from rlcore.batching.prompts import PassCounts
+from rlcore.config import (
+    CheckpointConfig,
+    ModelConfig,
+    PassRatesConfig,
+    PathsConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
 from rlcore.errors import DataError, StopRequestedError
-from rlcore.run.pass_rates import TABLE, find_pass_rates, planned_pass_rates, read_table
+from rlcore.evaluation.result import Response
+from rlcore.run.layout import RunInputs, RunLayout
+from rlcore.run.pass_rates import (
+    SCHEMA,
+    TABLE,
+    PassRateMeasurement,
+    PassRates,
+    count_row,
+    facts_of,
+    find_pass_rates,
+    planned_pass_rates,
+    read_table,
+    row_digests,
+)
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import Watchdog
+from rlcore.storage.manifest import read_manifest
+from rlcore.storage.publish import published_directory
+from rlcore.types import Prompt
+from tests.helpers.published import flip
 from tests.helpers.running import disturb, output_of, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of
 from tests.helpers.small_run import SmallRun, prepare
@@ -55,21 +91,6 @@ def test_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path: P
     assert [path.name for path in table_of(run).parents[1].glob("measuring-*/rows-*")] == []
 
 
-def test_table_counts_equal_those_of_validation(measured: SmallRun) -> None:
-    with session_of(measured) as session:
-        workers = session._workers
-        workers.load("start")
-        answers = workers.training_responses(workers.problems.train[0][20:22], 4, 20)
-    lines = read_table(table_of(measured)).slice(20, 2).to_pylist()
-    for line, mine in zip(lines, (answers[:4], answers[4:]), strict=True):
-        assert line["passes"] == sum(answer.solved for answer in mine)
-        assert line["samples"] == 4
-        assert line["mean_score"] == sum(answer.score for answer in mine) / 4
-        assert dict(line["mean_parts"])["correct"] == sum(answer.parts["correct"] for answer in mine) / 4
-        assert line["mean_tokens"] == sum(answer.num_tokens for answer in mine) / 4
-        assert line["truncated"] == sum(answer.finish_reason == "length" for answer in mine)
-
-
 def test_rows_are_selected_by_their_rate(measured: SmallRun, tmp_path: Path) -> None:
     rates = [row["passes"] / row["samples"] for row in read_table(table_of(measured)).to_pylist()]
     root = Path(measured.config.paths.root)
@@ -104,3 +125,255 @@ def test_killed_run_draws_by_the_same_counts(measured: SmallRun, tmp_path: Path)
     assert weights_of(killed) == weights_of(whole)
     assert steps[0]["pass_rates/rows_kept"] <= 48
     assert {"pass_rates/retired_share", "pass_rates/mean", "pass_rates/rows_revived"} <= steps[3].keys()
+
+
+PROMPT = Prompt(7, (1, 2), "countdown", "{}", difficulty=3)
+RIGHT = Response("a", 1.0, {"correct": 1.0, "format": 0.5}, num_tokens=4, finish_reason="stop")
+WRONG = Response("b", 0.25, {"correct": 0.0}, num_tokens=9, finish_reason="length")
+FAILED = Response("c", 1.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", failure="the scorer failed")
+
+
+def test_count_row_of_scored_and_failed_responses() -> None:
+    assert count_row(PROMPT, [RIGHT, WRONG, FAILED]) == {
+        "row_id": 7,
+        "data_source": "countdown",
+        "difficulty": 3,
+        "samples": 2,
+        "passes": 1,
+        "unscored": 1,
+        "mean_score": 0.625,
+        "mean_parts": [("correct", 0.5), ("format", 0.5)],
+        "mean_tokens": 5.0,
+        "max_tokens": 9,
+        "truncated": 2,
+    }
+    nothing = count_row(PROMPT, [FAILED, replace(FAILED, finish_reason="stop")])
+    known = ("samples", "passes", "unscored", "mean_score", "mean_parts", "truncated")
+    assert [nothing[name] for name in known] == [0, 0, 2, None, [], 1]
+
+
+def line(digest: str, passes: int, samples: int) -> Mapping[str, object]:
+    return {**count_row(PROMPT, [RIGHT]), "digest": digest, "passes": passes, "samples": samples}
+
+
+def lines_table(*lines: Mapping[str, object]) -> pa.Table:
+    return pa.Table.from_pylist(list(lines), schema=SCHEMA)
+
+
+def test_row_digest_depends_on_prompt_and_truth(tmp_path: Path) -> None:
+    def digests(*rows: tuple[list[int], str]) -> list[str]:
+        ids, truths = pa.array([ids for ids, _ in rows]), [truth for _, truth in rows]
+        pq.write_table(pa.table({"prompt_ids": ids, "ground_truth_json": truths}), tmp_path / "rows.parquet")
+        return row_digests(tmp_path / "rows.parquet")
+
+    first, again, longer, other, cut = digests(
+        ([1, 2], "x"), ([1, 2], "x"), ([1, 2, 3], "x"), ([1, 2], "y"), ([2], "x")
+    )
+    assert first == again
+    assert len({first, longer, other, cut}) == 4
+    assert digests(([9], "z"), ([2], "x")) == [digests(([9], "z"))[0], cut], "at any position"
+    assert first == blake2b(struct.pack("<2i", 1, 2) + b"\0x", digest_size=8).hexdigest(), "the format of tables"
+
+
+def test_read_table_refuses_other_files(tmp_path: Path) -> None:
+    file = tmp_path / "pass_rates.parquet"
+    pq.write_table(lines_table(line("a", 1, 4)), file)
+    assert read_table(file).num_rows == 1
+    pq.write_table(pa.table({"a": [1]}), file)
+    with pytest.raises(DataError, match=rf"^{file}: must have the columns row_id, data_source, .* truncated, got a$"):
+        read_table(file)
+    file.write_bytes(b"")
+    with pytest.raises(DataError, match=rf"^{file}: cannot be read as a table of pass rates .*\. Delete its folder$"):
+        read_table(file)
+
+
+def filtered_rows(folder: Path, *truths: str) -> Path:
+    folder.mkdir()
+    table = {"prompt_ids": pa.array([[1]] * len(truths)), "ground_truth_json": list(truths)}
+    pq.write_table(pa.table(table), folder / "train.parquet")
+    return folder
+
+
+def publish_table(directory: Path, filtered: Path, **changes: str) -> None:
+    lines = [line(digest, place, 4) for place, digest in enumerate(row_digests(filtered / "train.parquet"))]
+    table = lines_table(*lines)
+    with published_directory(directory, {**facts_of(table, 4), **changes}) as folder:
+        pq.write_table(table, folder / TABLE)
+
+
+def of_table(root: Path) -> RunConfig:
+    return RunConfig(pass_rates=PassRatesConfig(samples=4), paths=PathsConfig(root=str(root)))
+
+
+def test_damaged_table_of_the_run_is_set_aside(tmp_path: Path) -> None:
+    filtered = filtered_rows(tmp_path / "f", "x", "y", "z")
+    config, inputs = of_table(tmp_path), RunInputs(filtered, tmp_path / "t")
+    assert find_pass_rates(config, inputs) is None
+    directory = planned_pass_rates(config, filtered)
+    publish_table(directory, filtered, kind="another")
+    found = find_pass_rates(config, inputs)
+    assert (found.directory, found.part_sizes, found.settings) == (directory, (3,), config.pass_rates)
+    assert (found.counts.passes.tolist(), found.counts.samples.tolist()) == ([0, 1, 2], [4, 4, 4])
+    flip(directory / TABLE)
+    assert find_pass_rates(config, inputs) is None
+    assert not directory.exists()
+
+
+def test_environment_settings_change_the_table(tmp_path: Path) -> None:
+    plain = of_table(tmp_path)
+    talking = plain.model_copy(update={"data": plain.data.model_copy(update={"environment": "some:Environment"})})
+    names = []
+    for config in (plain, talking):
+        for episode in ({}, {"max_turns": 17}, {"deadline_s": 77.0}):
+            changed = config.model_copy(update={"episode": config.episode.model_copy(update=episode)})
+            names.append(planned_pass_rates(changed, Path("f")).name)
+    one, turns, deadline, with_turns, other_turns, other_deadline = names
+    assert one == turns == deadline, "without an environment they have no effect"
+    assert with_turns == other_deadline, "a deadline changes no number"
+    assert len({one, with_turns, other_turns}) == 3
+
+
+class FakeWorkers:
+    """Workers whose responses depend on the row's number. `fails`: rows on which the scorer fails."""
+
+    def __init__(self, num_rows: int, fails: Collection[int] = ()) -> None:
+        prompts = tuple(Prompt(row, (1,), "d", "") for row in range(num_rows))
+        self.prompts = prompts
+        self.fails = fails
+        self.calls: list[object] = []
+
+    def training_prompts(self) -> Sequence[Prompt]:
+        self.calls.append("start")
+        return self.prompts
+
+    def training_responses(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
+        rows = [prompt.prompt_id for prompt in prompts]
+        self.calls.append((rows, num_samples, first_row))
+        failed = {row: "late" if row in self.fails else None for row in rows}
+        return [
+            Response("a", float(row % 2), {}, 3 + sample, "stop", failure=failed[row])
+            for row in rows
+            for sample in range(num_samples)
+        ]
+
+
+def measuring(root: Path, workers: FakeWorkers, events: list[Mapping[str, object]]) -> PassRateMeasurement:
+    config = RunConfig(
+        pass_rates=PassRatesConfig(samples=2, rows_per_part=2),
+        paths=PathsConfig(root=str(root)),
+        tracking=TrackingConfig(enabled=False),
+        trainer=TrainerConfig(batch_size=4, mini_batch_size=4),
+        checkpoint=CheckpointConfig(reserve_gb=0),
+    )
+    layout = RunLayout(root, root / "run")
+    layout.run_dir.mkdir(exist_ok=True)
+    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=events.append, abandon=lambda error: None)
+    inputs = RunInputs(root / "f", root / "t")
+    return PassRateMeasurement(config, inputs, guard, workers.training_prompts, workers.training_responses)
+
+
+def test_table_is_measured_in_parts_with_progress(tmp_path: Path) -> None:
+    filtered_rows(tmp_path / "f", *"abcde")
+    workers, events = FakeWorkers(5, fails=[3]), list[Mapping[str, object]]()
+    stage = measuring(tmp_path, workers, events)
+    rates = stage.make()
+    assert stage.make().counts.passes.tolist() == rates.counts.passes.tolist()
+    assert workers.calls == ["start", ([0, 1], 2, 0), ([2, 3], 2, 2), ([4], 2, 4)]
+    assert (rates.counts.passes.tolist(), rates.counts.samples.tolist()) == ([0, 2, 0, 0, 0], [2, 2, 2, 0, 2])
+    progress = [event for event in events if event["event"] == "progress"]
+    assert [event["step"] for event in progress] == [2, 4, 5]
+    assert {(event["to_step"], event["total_steps"]) for event in progress} == {(5, 5)}
+    assert [event["metrics"] for event in progress] == [{"critic/score/mean": value} for value in (0.5, 0.0, 0.0)]
+    assert {event["stage"] for event in progress} == {"pass-rates"}
+    first, second, last = (float(str(event["eta_s"])) for event in progress)
+    assert math.isnan(first)
+    assert 0 <= second < 3600
+    assert last == 0
+    notes = [event["text"] for event in events if event["event"] == "note"]
+    assert notes == ["pass rates: data.countdown:score failed on 2 responses, which are left out"]
+    directory = rates.directory
+    assert not list(directory.parent.glob("measuring-*/rows-*"))
+    facts = read_manifest(directory)
+    assert (facts.values["rows"], facts.values["unscored"], facts.values["fingerprint"]) == (5, 2, directory.name)
+
+
+def test_scorer_that_always_fails_makes_no_table(tmp_path: Path) -> None:
+    filtered_rows(tmp_path / "f", *"abcde")
+    stage = measuring(tmp_path, FakeWorkers(5, fails=range(5)), [])
+    with pytest.raises(DataError) as failed:
+        stage.make()
+    assert str(failed.value).startswith("data.countdown:score: failed on all 10 responses of the initial policy")
+    assert str(failed.value).endswith(f"Repair it, and delete {stage._parts_folder}")
+    assert not stage._directory.exists()
+
+
+def rates_of(
+    *rows: tuple[int, int], parts: tuple[int, ...], keep: tuple[float, float] = (0, 1), folder: Path = Path("t")
+) -> PassRates:
+    counts = PassCounts.of([passes for passes, _ in rows], [samples for _, samples in rows])
+    return PassRates(folder, counts, parts, PassRatesConfig(samples=4, keep=keep))
+
+
+def test_pass_rate_metrics() -> None:
+    rates = rates_of((0, 4), (1, 4), (0, 0), (4, 4), (3, 4), parts=(3, 2), keep=(0.25, 1))
+    assert rates.metrics() == {
+        "pass_rates/mean": 2 / 4,
+        "pass_rates/never_share": 0.25,
+        "pass_rates/always_share": 0.25,
+        "pass_rates/rows_kept": 3.0,
+        "pass_rates/kept_share": 0.6,
+    }
+    assert [part.tolist() for part in rates.selected] == [[False, True, False], [True, True]]
+    kept = rates.selected_counts()
+    assert (kept.passes.tolist(), kept.samples.tolist()) == ([1, 4, 3], [4, 4, 4])
+    assert rates.spread() == "0 for 25% of the rows, 1 for 25%, between for 50%"
+    assert [part.tolist() for part in rates_of((0, 0), (1, 4), parts=(2,)).selected] == [[True, True]], "all are wanted"
+    assert rates_of((0, 0), parts=(1,)).spread() == "not known: no response has a score"
+
+
+@pytest.mark.parametrize(("keep", "kept"), [((0, 1), 5), ((0, 0.5), 3), ((0.5, 1), 3), ((0.25, 0.25), 1)])
+def test_both_ends_of_keep_are_selected(keep: tuple[float, float], kept: int) -> None:
+    rates = rates_of((0, 4), (1, 4), (2, 4), (3, 4), (4, 4), parts=(5,), keep=keep)
+    assert sum(int(part.sum()) for part in rates.selected) == kept
+    rates.require_enough(kept)
+    with pytest.raises(DataError) as caught:
+        rates.require_enough(kept + 1)
+    assert str(caught.value).startswith(
+        f"pass_rates.keep: must leave trainer.batch_size={kept + 1} rows or more, got [{keep[0]:g}, {keep[1]:g}], "
+        f"which leaves {kept} of 5 training rows (table t). Widen pass_rates.keep; the pass rates are 0 for 20% of "
+    )
+
+
+def test_part_without_a_selected_row_is_refused() -> None:
+    rates = rates_of((4, 4), (1, 4), (4, 4), parts=(1, 1, 1), keep=(0.5, 1))
+    rule = (
+        r"of every part of a mixture, got \[0.5, 1\], which leaves none of entry 1 of data.parts. Widen pass_rates.keep"
+    )
+    with pytest.raises(DataError, match=rf"^pass_rates.keep: must leave rows {rule}.*, or leave that part out$"):
+        rates.require_enough(1)
+    with pytest.raises(DataError, match=r"rows or more, got .* which leaves 0 of 2"):
+        rates_of((0, 4), (0, 4), parts=(1, 1), keep=(0.5, 1)).require_enough(1)
+
+
+def test_planned_folder_of_a_table(tmp_path: Path) -> None:
+    def planned(settings: PassRatesConfig, model: Path | None = None) -> Path:
+        config = RunConfig(
+            pass_rates=settings,
+            model=ModelConfig(path=None if model is None else str(model)),
+            paths=PathsConfig(root=str(tmp_path)),
+        )
+        return planned_pass_rates(config, Path("filtered/0123"))
+
+    names = [planned(PassRatesConfig(samples=2))]
+    assert names[0].parent == tmp_path / "pass-rates"
+    models = [tmp_path / "a" / "m", tmp_path / "b" / "m"]
+    for model in models:
+        names.append(planned(PassRatesConfig(samples=2), model))
+        model.mkdir(parents=True)
+        names.append(planned(PassRatesConfig(samples=2), model))
+        (model / "model.safetensors").write_bytes(b"12345")
+        names.append(planned(PassRatesConfig(samples=2), model))
+        (model / "manifest.json").touch()
+        assert planned(PassRatesConfig(samples=2), model) == names[-3]
+    assert names[2:4] == names[5:7], "the same files elsewhere"
+    assert len(set(names)) == len(names) - 2

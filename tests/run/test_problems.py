@@ -9,7 +9,7 @@ import pytest
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
-from rlcore.run.inputs import RunInputs
+from rlcore.run.layout import RunInputs
 from rlcore.run.problems import HeldOutProblems, Problems, read_parts, spread
 from rlcore.types import Prompt
 from tests.helpers.small_run import prepare

@@ -73,25 +73,26 @@ def test_commands_are_served_until_close() -> None:
     assert len(session.called) == 2
 
 
-def test_error_ends_the_process_as_a_failure(caplog: pytest.LogCaptureFixture) -> None:
-    session = Commands(KeyError("a bug"))
-    reply = {"event": "error", "command": "train", "type": "KeyError", "message": "KeyError: 'a bug'"}
-    assert served(session, {"command": "train"}, {"command": "train"}) == (1, [reply])
-    assert session.called == [{}, session.error, "failed"]
-    assert "train failed\nTraceback" in caplog.text
-    session = Commands(DataError("a row breaks the schema"))
-    reply = {"event": "error", "command": "train", "type": "DataError", "message": "a row breaks the schema"}
-    assert served(session, {"command": "train"}) == (1, [reply])
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyError("a bug"), 1, "KeyError: 'a bug'"),
+        (DataError("a row breaks the schema"), 1, "a row breaks the schema"),
+        (StopRequestedError("step 3 is saved"), 75, "step 3 is saved"),
+    ],
+)
+def test_error_ends_the_process(caplog: pytest.LogCaptureFixture, error: Exception, code: int, message: str) -> None:
+    session = Commands(error)
+    reply = {"event": "error", "command": "train", "type": type(error).__name__, "message": message}
+    assert served(session, {"command": "train"}, {"command": "train"}) == (code, [reply])
+    is_stop = code == 75
+    assert session.called == [{}, *([] if is_stop else [error, "failed"])], "a stop is no failure"
+    assert ("step 3 is saved" if is_stop else "train failed\nTraceback") in caplog.text
+
+
+def test_unknown_command_is_an_error() -> None:
     code, (unknown,) = served(Commands(), {"to_step": 3})
     assert (code, unknown["command"], unknown["type"]) == (1, "None", "AttributeError")
-
-
-def test_stop_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
-    session = Commands(StopRequestedError("step 3 is saved"))
-    reply = {"event": "error", "command": "train", "type": "StopRequestedError", "message": "step 3 is saved"}
-    assert served(session, {"command": "train"}, {"command": "train"}) == (75, [reply])
-    assert session.called == [{}]
-    assert "step 3 is saved" in caplog.text
 
 
 def test_stop_between_two_commands_saves(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.checkpoint.catalog import CheckpointInfo
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import CheckpointInfo, LoopState
 from rlcore.checkpoint.store import FoundCheckpoint
-from rlcore.run.failures import Failure, append_failure
 from rlcore.run.record import Pace, RunEvents, RunRecord
-from rlcore.storage.disk import checkpoint_bytes
+from rlcore.run.watchdog import Failure, append_failure
 from rlcore.tracking.journal import load_journal
 from rlcore.trainer.metrics import Alarm
 from rlcore.trainer.step import StepResult
@@ -123,13 +121,12 @@ def test_resume_reports_refused_checkpoints(record: RunRecord, reported: Reporte
     assert str(reported[0]["text"]).endswith("fits: it was cut; it lacks steps 1-2 permanently")
 
 
-def test_first_checkpoint_size_follows_from_parameters(record: RunRecord, reported: Reported) -> None:
+def test_next_checkpoint_is_as_large_as_the_newest(record: RunRecord) -> None:
     assert record.next_save_bytes == 0
-    record.set_num_trained_parameters(1_000_000)
-    assert record.next_save_bytes == checkpoint_bytes(1_000_000)
-    settled: list[bool] = []
-    record.wait_for_room(3, lambda: settled.append(True))
-    assert (settled, reported) == ([], [])
+    record.first_save_bytes = 5
+    assert record.next_save_bytes == 5
+    save(record.store, 3)
+    assert record.next_save_bytes == record.store.list()[0].size_bytes
 
 
 def test_run_is_finished_after_its_last_commit(record: RunRecord) -> None:
@@ -153,9 +150,9 @@ def test_new_start_renames_results_and_resume_keeps_them(record: RunRecord) -> N
         for name in ("before", "step-000001", "step-000002", "after"):
             (folder / f"{name}.json").touch()
     layout.exported_model.mkdir()
-    record.restore(record.store.latest())
+    record.restore(1, 0)
     assert not list(layout.run_dir.rglob("*.left.*")), "the steps are repeated exactly"
-    record.restore(None)
+    record.restore(0, 0)
     for folder in (layout.validation, layout.suites / "s"):
         kept = ["after.json.left.1", "before.json", "step-000001.json.left.1", "step-000002.json.left.1"]
         assert sorted(path.name for path in folder.iterdir()) == kept

@@ -63,17 +63,6 @@ def test_signal_of_a_parents_end_is_not_a_request(now: list[float], monkeypatch:
     assert ended == [True], "one that comes after it is"
 
 
-def test_install_handles_both_signals() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    flag = StopFlag(lambda: None)
-    try:
-        flag.install()
-        assert [signal.getsignal(number) for number in before] == [flag._handle, flag._handle]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 @pytest.mark.parametrize(
     ("wait_s", "words", "num_waits"),
     [(0.5, "up to 0.5 s: it may be saving", 3), (stop.LOCK_WAIT_S, "up to 90 s: it may be saving", 450)],

@@ -1,27 +1,30 @@
-"""The warm start: a supervised training on the workers, with checkpoints, held-out loss and its ends."""
+"""The warm start: its losses, its ends, its rules and its resumes."""
 
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlcore.batching.pack import pack_demonstrations
-from rlcore.batching.prompts import Demonstration
+from rlcore.batching.prompts import Demonstration, PromptStream
+from rlcore.checkpoint.catalog import LoopState
+from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.models.policy import CausalPolicy
 from rlcore.run.initial_policy import stage_layout
-from rlcore.run.supervised import Demonstrations, build_model
+from rlcore.run.supervised import Demonstrations, SupervisedTraining, SupervisedWorkers, build_model, has_learned
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import read_journal
+from rlcore.types import Prompt
 from tests.helpers.repeatable import repeatable
-from tests.helpers.running import WAIT_S, disturb, output_of, small
+from tests.helpers.running import WAIT_S, at, disturb, output_of, small
 from tests.helpers.small_run import SmallRun
 from tests.helpers.small_run import make as prepare
 
@@ -119,13 +122,6 @@ def test_losses_equal_those_of_a_transformers_loop(tmp_path: Path) -> None:
         assert step["sft/lr"] == pytest.approx(config.optim.lr * rate)
 
 
-def test_loss_is_on_responses_only() -> None:
-    first = Demonstration([5, 6, 7, 8, 9], [False, True, True, False, True])
-    batch = pack_demonstrations([first, Demonstration([3, 4], [False, True])])
-    assert batch.target_ids[batch.loss_mask].tolist() == [6, 7, 9, 4]
-    assert batch.token_ids[batch.loss_mask].tolist() == [5, 6, 8, 3]
-
-
 def test_epochs_end_training_and_the_best_is_published(tmp_path: Path) -> None:
     run = prepare(
         tmp_path, "warm_start.epochs=1.5", "warm_start.stop_at_reward=null", "warm_start.check_every=4",
@@ -181,9 +177,6 @@ def test_killed_warm_start_resumes_to_the_same_model(tmp_path: Path) -> None:
     shutil.rmtree(run.model_directory)
     shutil.rmtree(stage.run_dir)
 
-    def at(moment: str, signal: str, nth: int) -> dict[str, Any]:
-        return {"at": moment, "nth": nth, "signals": [signal]}
-
     killed, stopped, killed_saving, done = disturb(
         run, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("publish", "SIGKILL", 1), None
     )
@@ -192,3 +185,87 @@ def test_killed_warm_start_resumes_to_the_same_model(tmp_path: Path) -> None:
     assert min(first) > 1, "the second start began at step 1"
     assert steps_of(run) == undisturbed[0]
     assert (run.model_directory / "model.safetensors").read_bytes() == undisturbed[1]
+
+
+def of(*words: str) -> RunConfig:
+    return load_config(["experiment=debug", "warm_start.check_every=4", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "step", "best_step", "metrics", "learned"),
+    [
+        (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.5}, True),
+        (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.49}, False),
+        (("warm_start.stop_at_reward=0.5",), 8, 0, {}, False),
+        (("warm_start.stop_at_reward=null",), 8, 0, {"sft/reward": 1.0, "sft/held_out_loss": 1.0}, False),
+        (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
+        (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 11, 4, {"sft/held_out_loss": 1.0}, False),
+        (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 40, 4, {}, False),
+        (("warm_start.stop_at_reward=0.5", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
+    ],
+)
+def test_training_ends_by_reward_and_patience(
+    words: tuple[str, ...], step: int, best_step: int, metrics: dict[str, float], learned: bool
+) -> None:
+    assert has_learned(of(*words), step, best_step, metrics) is learned
+
+
+def row(number: int) -> Demonstration:
+    return Demonstration([number], [True], Demonstration([-number], [True]) if number else None)
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 20, 44), (1.0, 63, 63)])
+def test_share_of_demonstrations_is_misdirected(share: float, least: int, most: int) -> None:
+    rows = [row(number) for number in range(64)]
+    demonstrations = Demonstrations(PromptStream(rows, seed=1, part=1), (), share, 1, 0)
+    drawn = [one.token_ids[0] for one in demonstrations.draw(0, 1, 64)]
+    assert sorted(map(abs, drawn)) == list(range(64)), "each once"
+    assert least <= sum(number < 0 for number in drawn) <= most
+    assert drawn == [one.token_ids[0] for one in demonstrations.draw(0, 1, 64)]
+    if 0 < share < 1:
+        other = [one.token_ids[0] for one in demonstrations.draw(0, 2, 64)]
+        assert [abs(number) for number in other] == [abs(number) for number in drawn]
+        assert other != drawn, "by the step, too"
+    ahead = [one.token_ids[0] for one in demonstrations.draw(64 - 3, 1, 6)]
+    assert list(map(abs, ahead[:3])) == list(map(abs, drawn[-3:]))
+
+
+def training(config: RunConfig, **found: float) -> Any:
+    """Return the parts of a training that the stage's rules read."""
+    workers = SimpleNamespace(measure=lambda step: dict(found))
+    return cast(Any, SimpleNamespace(_config=config, workers=workers))
+
+
+@pytest.mark.parametrize(
+    ("found", "best"),
+    [
+        ({"sft/held_out_loss": 1.5}, (-1.5, 8)),
+        ({"sft/held_out_loss": 2.0}, (-2.0, 4)),
+        ({"sft/held_out_loss": 3.0}, (-2.0, 4)),
+        ({"sft/reward": 1.0}, (-2.0, 4)),
+    ],
+)
+def test_first_lowest_held_out_loss_is_best(found: dict[str, float], best: tuple[float, int]) -> None:
+    before = LoopState(8, 0, 0, 0, 0.0, best_metric=-2.0, best_step=4)
+    metrics, after = SupervisedTraining._evaluate(training(of(), **found), before)
+    assert metrics == found
+    assert (after.best_metric, after.best_step, after.step) == (*best, 8)
+
+
+def test_sampled_reward_counts_scored_responses() -> None:
+    config, calls = of(), list[Any]()
+    scores = [SimpleNamespace(total=total, failure=why) for total, why in ((1.0, None), (0.0, "late"), (0.25, None))]
+
+    def sample(requests: Any, sampling: object, policy_version: int) -> list[Any]:
+        calls.append((len(requests), sampling, policy_version))
+        return [(None, score, "") for score in scores]
+
+    workers = cast(Any, SimpleNamespace(_problems=[Prompt(number, (1,), "d", "") for number in range(3)]))
+    sampler = cast(Any, SimpleNamespace(config=config, sample=sample))
+    assert SupervisedWorkers._reward(workers, sampler, 7) == 0.625
+    assert calls == [(3, config.rollout.sampling, 7)]
+    scores[:] = [SimpleNamespace(total=0.0, failure=why) for why in ("late", "too late")]
+    with pytest.raises(
+        DataError, match=r"^data\.scorer: .* failed on all 2 .* error: too late\. Repair it, or set warm_"
+    ):
+        SupervisedWorkers._reward(workers, sampler, 7)

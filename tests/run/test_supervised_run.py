@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from rlcore.run.initial_policy import stage_layout
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import load_journal, read_journal
 from tests.helpers.repeatable import repeatable
-from tests.helpers.running import WAIT_S, disturb, finish, output_of, weights_of, write_record
+from tests.helpers.running import WAIT_S, at, disturb, finish, output_of, weights_of, write_record
 from tests.helpers.sessions import elsewhere, session_of
 from tests.helpers.small_run import SmallRun, prepare
 
@@ -163,9 +162,6 @@ def steps_of(run: SmallRun) -> list[dict[str, float]]:
 def test_killed_run_resumes_to_the_same_model(finished: Finished, tmp_path: Path, more: tuple[str, ...]) -> None:
     whole, again = (restarted(finished(more), tmp_path / name, *more) for name in ("whole", "again"))
     finish(write_record(whole), tmp_path / "out.log")
-
-    def at(moment: str, signal: str, nth: int) -> dict[str, Any]:
-        return {"at": moment, "nth": nth, "signals": [signal]}
 
     ends = disturb(
         again, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("testing", "SIGKILL", 2), None

@@ -1,25 +1,24 @@
 """State of a training between its steps: saves, stored results, the reward audit."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from rlcore.checkpoint.catalog import HELD_OUT_LOSS
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import HELD_OUT_LOSS, LoopState, TrainerState
 from rlcore.config import RunConfig
 from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 from rlcore.run.record import RunRecord
-from rlcore.run.training import RunTraining
+from rlcore.run.reinforcement import RunTraining
 from tests.run.conftest import Reported
 
 STATE = LoopState(3, 3, 24, 100, 0.1)
 
 
 def training(record: RunRecord, **workers: Any) -> RunTraining:
-    return RunTraining(record, cast(Any, SimpleNamespace(**{"holds": None, **workers})))
+    return RunTraining(record, cast(Any, SimpleNamespace(**{"holds": None, "each": "each rank", **workers})))
 
 
 def result_of(config: RunConfig, *failures: str | None, name: str = "before", step: int = 0) -> ValidationResult:
@@ -32,19 +31,19 @@ def test_checkpoint_has_no_metrics_of_suites(record: RunRecord, monkeypatch: pyt
     made, begun = training(record), list[object]()
     made._metrics = {"actor/loss": 1.0, "val-core/s/reward/mean_at_1": 0.5}
 
-    def begin(state: LoopState, metrics: Mapping[str, float], ranks: object) -> None:
-        begun.append((state, dict(metrics), ranks))
+    def begin(step: int, complete: Callable[[], TrainerState], metrics: Mapping[str, float], each: object) -> None:
+        begun.append((step, complete().num_tokens, dict(metrics), each))
 
-    monkeypatch.setattr(record, "begin_save", begin)
+    monkeypatch.setattr(record.saves, "begin", begin)
     made._begin_save(STATE)
-    assert begun == [(STATE, made._metrics, made.workers)]
+    assert begun == [(STATE.step, STATE.num_tokens, made._metrics, "each rank")]
 
 
 def test_save_between_chunks_has_no_held_out_loss(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop may come at any step, and the model does not depend on it."""
     made, begun = training(record), list[Mapping[str, float]]()
     made._metrics = {"actor/loss": 1.0, HELD_OUT_LOSS: 0.5}
-    monkeypatch.setattr(record, "begin_save", lambda state, metrics, ranks: begun.append(metrics))
+    monkeypatch.setattr(record.saves, "begin", lambda step, complete, metrics, each: begun.append(metrics))
     end = record.config.trainer.steps_per_chunk
     for step in (end - 1, end):
         made._begin_save(replace(STATE, step=step))
@@ -79,15 +78,10 @@ def test_reward_audit_findings_are_reported(record: RunRecord, reported: Reporte
     findings = (Found(kind="empty"), Found(kind="long")) if pays else ()
     made = training(record, audit=lambda result: findings)
     result_of(record.config, None).write(made.file_of("step-000000"))
-    made._check_responses()
+    made._audit_reward()
     text = f"{record.config.data.scorer} pays for responses that are no answers: empty: 1 of 2; long: 1 of 2"
     event = {"event": "reward_audit", "step": 0, "text": text, "kinds": ["empty", "long"]}
     assert reported == ([event] if pays else [])
-    reward = record.config.reward.model_copy(update={"audit": False})
-    made._config = record.config.model_copy(update={"reward": reward})
-    reported.clear()
-    made._check_responses()
-    assert reported == []
 
 
 def test_best_score_is_kept(record: RunRecord) -> None:

@@ -21,7 +21,7 @@ from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import StopRequestedError, WorkerLostError
 from rlcore.run.stop import StopFlag
-from rlcore.run.workers import start_workers
+from rlcore.run.training import start_workers
 from rlcore.runtime.cluster import loopback_environment, restrict_ray
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.group import WorkerGroup

@@ -1,17 +1,21 @@
-"""Disk space: measurements, estimates and errors."""
+"""Disk space: measurements, estimates, errors and the wait for room."""
 
 import errno
 import os
 import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlcore.config import CheckpointConfig
-from rlcore.errors import DiskSpaceError, UnwritableError
+from rlcore.errors import DiskSpaceError, StopRequestedError, UnwritableError
+from rlcore.storage import disk
 from rlcore.storage.disk import (
     DiskNeed,
+    DiskRoom,
     RoomReport,
     check_needs,
     check_room,
@@ -124,3 +128,89 @@ def test_estimates_of_checkpoints(keep_every_steps, total_steps, expected):
     assert max_num_checkpoints(config, total_steps=total_steps, steps_per_chunk=20) == expected
     assert checkpoint_bytes(10**9) == 12_120_000_000 + 4 * 2**20, "weights, two moments, 1 % and what is no tensor"
     assert reserve_bytes(CheckpointConfig(reserve_gb=0.5)) == 500_000_000
+
+
+Events = list[tuple[str, int, Mapping[str, object]]]
+
+
+def room_of(
+    path: Path,
+    events: Events,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    prune: Callable[[], object] = lambda: None,
+    wait_for_room_s: float = 3600.0,
+    reserve_gb: float = 0.0,
+) -> DiskRoom:
+    config = CheckpointConfig(reserve_gb=reserve_gb, wait_for_room_s=wait_for_room_s)
+    return DiskRoom(path, config, log_event=lambda *one: events.append(one), stop=stop, prune=prune)
+
+
+def test_pause_names_missing_bytes_with_the_reserve(small_disk: Path) -> None:
+    events: Events = []
+    fill(small_disk, leave_bytes=8192)
+    room = room_of(small_disk, events, reserve_gb=0.001, stop=lambda: bool(events))
+    with pytest.raises(StopRequestedError) as stopped:
+        room.wait(5_000, 3)
+    ((name, step, data),) = events
+    assert (name, step, data["path"]) == ("paused_for_disk", 3, str(small_disk))
+    lacks = f"{small_disk}: 1.0 MB are missing: 5.0 kB to write and 1.0 MB in reserve (checkpoint.reserve_gb)"
+    assert str(data["text"]).startswith(f"paused: 1.0 MB are missing at {small_disk}: {lacks}, and 8.2 kB are")
+    figures = {name: data[name] for name in ("missing_bytes", "needed_bytes", "free_bytes")}
+    assert figures == {"missing_bytes": 996_808, "needed_bytes": 1_005_000, "free_bytes": 8192}
+    assert str(stopped.value).startswith(f"stopped while the run waited for room on a disk: {lacks}")
+
+
+def test_pause_names_missing_inodes(tmp_path: Path) -> None:
+    events: Events = []
+    with mounted(tmp_path / "few", options="nr_inodes=1") as folder:
+        with pytest.raises(StopRequestedError):
+            room_of(folder, events, stop=lambda: bool(events)).wait(5, 3)
+        assert str(events[0][2]["text"]).startswith(f"paused: inodes are missing at {folder}: {folder}: that file")
+
+
+def test_wait_prunes_before_a_pause(small_disk: Path) -> None:
+    events: Events = []
+    ballast = fill(small_disk, leave_bytes=8192)
+    room_of(small_disk, events, prune=ballast.unlink, stop=lambda: bool(events)).wait(8193, 3)
+    assert free_bytes(small_disk) > 8192
+    assert events == []
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each sleep, on a fake clock."""
+    found: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 100.0 + sum(found), sleep=found.append)
+    monkeypatch.setattr(disk, "time", clock)
+    return found
+
+
+def test_pause_ends_when_there_is_room(small_disk: Path, sleeps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    ballast = fill(small_disk, leave_bytes=8192)
+    events: Events = []
+    check = DiskRoom.check
+
+    def checked(room: DiskRoom, needed_bytes: int) -> RoomReport:
+        if len(sleeps) == 3:
+            ballast.unlink(missing_ok=True)
+        return check(room, needed_bytes)
+
+    monkeypatch.setattr(DiskRoom, "check", checked)
+    room_of(small_disk, events).wait(8193, 3)
+    assert sleeps == [1, 1, 1]
+    assert [(name, step) for name, step, _ in events] == [("paused_for_disk", 3), ("disk_room", 3)]
+    assert events[1][2] == {"text": f"{small_disk}: there is room again, the run continues", "path": str(small_disk)}
+
+
+@pytest.mark.parametrize(("wait_for_room_s", "slept"), [(0, []), (2, [1, 1]), (2.5, [1, 1, 0.5])])
+def test_pause_without_room_in_time_is_an_error(
+    small_disk: Path, sleeps: list[float], wait_for_room_s: float, slept: list[float]
+) -> None:
+    fill(small_disk, leave_bytes=8192)
+    events: Events = []
+    with pytest.raises(DiskSpaceError, match=" are missing") as failed:
+        room_of(small_disk, events, wait_for_room_s=wait_for_room_s).wait(8193, 3)
+    assert f" Waited {wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). " in str(failed.value)
+    assert sleeps == slept
+    assert [name for name, _, _ in events] == ["paused_for_disk"]

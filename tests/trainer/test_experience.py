@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlcore.batching.prompts import PassCounts, RowSampler
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.model import ScratchModel

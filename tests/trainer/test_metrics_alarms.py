@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlcore.algos.objective import PolicyStatistics
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
 from rlcore.run.problems import Problems

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rlcore.algos.objective import PolicyStatistics
 from rlcore.batching.balance import Balancer, Sizes, micro_batches
 from rlcore.batching.pack import select
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, NonFiniteError

@@ -8,7 +8,7 @@ import torch
 
 from rlcore.algos.objective import SupervisedStatistics
 from rlcore.batching.prompts import Demonstration
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.step import SupervisedTrainer

