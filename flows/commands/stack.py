@@ -93,9 +93,8 @@ def prometheus_text(root: Path) -> str:
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     from flows.stack.control import service_states
-    from flows.work.runs import all_runs
+    from flows.work.runs import STATES, all_runs, status_of
     from flows.work.slots import Slots
-    from flows.work.status import STATES, status_of
     from rlcore.storage.disk import free_bytes
 
     registry = CollectorRegistry()
@@ -165,7 +164,7 @@ def doctor(
       millrace doctor
       millrace doctor --python trainer/bin/python
     """
-    from flows.plan.machine import check_machine, show
+    from flows.work.machine import check_machine, show
 
     print("checking this machine, which takes half a minute ...", file=sys.stderr, flush=True)
     lines = check_machine(python)

@@ -11,9 +11,9 @@ from uuid import UUID
 from flows import SOURCE_FOLDER
 from flows.commands.settings import with_program_path
 from flows.parameters import RunSettings, compose_settings
-from flows.plan.checks import check_run
 from flows.server.api import running_prefect
 from flows.stack.state import read_stack
+from flows.work.checks import check_run
 from rlcore.config.base import CONFIG_DIR_VARIABLE, FILE_ENDINGS
 from rlcore.config.problems import Problem, settings_error
 from rlcore.errors import ConfigError, MillraceError

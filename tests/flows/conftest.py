@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from flows.cli import app, exit_code
-from flows.plan.plan import RunPlan
 from flows.server.api import LocalServer
 from flows.stages.stage import StageStatus
+from flows.work.plan import RunPlan
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig

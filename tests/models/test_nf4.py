@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flows.plan.checks import require_machine
+from flows.work.checks import require_machine
 from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.run import PathsConfig
 from rlcore.errors import ModelError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.plan.plan import make_plan
+from flows.work.plan import make_plan
 from rlcore.errors import DataError, StopRequestedError
 from rlcore.run.pass_rates import TABLE, find_pass_rates, planned_pass_rates, read_table
 from tests.helpers.running import disturb, output_of, steps_of, weights_of

@@ -15,17 +15,20 @@ from flows.progress import ValidationSummary, with_interval
 from flows.stages import train
 from flows.stages.dataset import Dataset
 from flows.stages.outputs import (
+    Evaluate,
     Export,
     ExportBest,
     ExportedWeights,
     Report,
     ReportPage,
+    Validate,
     best_step_to_export,
     find_report,
+    find_suite_results,
+    find_validation,
     report_fingerprint,
 )
 from flows.stages.train import Chunk, PassRates, PassRateTable, Train, record_inputs
-from flows.stages.validate import Evaluate, Validate, find_suite_results, find_validation
 from flows.work.mlflow_record import MlflowContents, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run, with_absolute_paths
 from rlcore.config import RunConfig, SuiteConfig

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.plan import checks
-from flows.plan.checks import check_before_plan, check_before_start, check_evaluation, require_root
-from flows.plan.plan import make_plan
+from flows.work import checks
+from flows.work.checks import check_before_plan, check_before_start, check_evaluation, require_root
+from flows.work.plan import make_plan
 from flows.work.slots import Slots
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config

@@ -11,10 +11,9 @@ from typing import Any
 from data.sources import build_function
 from flows.chain import stages_of
 from flows.parameters import RunSettings
-from flows.plan.plan import RunPlan, make_plan
-from flows.stages.stage import Stage
-from flows.stages.trials import Trial
+from flows.stages.stage import Stage, Trial
 from flows.work.open_run import OpenRun
+from flows.work.plan import RunPlan, make_plan
 from flows.work.slots import Slots
 from rlcore import sandbox
 from rlcore.config import CustomData, RunConfig

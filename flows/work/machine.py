@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from flows import SOURCE_FOLDER
-from flows.plan.checks import GPU_FILES
 from flows.progress import print_table
+from flows.work.checks import GPU_FILES
 from rlcore.models.shape import has_code_for
 from rlcore.runtime.interpreter import (
     Devices,

@@ -12,8 +12,7 @@ from flows.chain import stages_of
 from flows.progress import console_for_tables
 from flows.stages.stage import StageStatus
 from flows.stages.train import Train, WarmStart
-from flows.work.open_run import OpenRun
-from flows.work.origin import require_same_inputs
+from flows.work.open_run import OpenRun, require_same_inputs
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
