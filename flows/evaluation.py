@@ -91,7 +91,6 @@ def _name_suite_option(error: ConfigError) -> ConfigError:
 
 
 def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
-    """Return the value of `model.path`, a name for the model, and the settings that the evaluation is based on."""
     folder = expand_path(model)
     if model == SMOLLM2 or (folder / "config.json").is_file():
         return model, _file_name(folder.resolve().name), RunConfig()

@@ -48,12 +48,10 @@ class PlainDisplay(Display):
     _last = float("-inf")
 
     def line(self, text: str) -> None:
-        """Print and flush a line. A full disk or a closed pipe does not stop the run."""
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk or a closed pipe does not stop the run
             print(printable(text), flush=True)
 
     def event(self, event: Event) -> None:
-        """Print an event. Progress is printed only every few seconds and at the end."""
         if isinstance(event, Progress):
             is_end = event.step in (event.to_step, event.total_steps)
             if not is_end and time.monotonic() - self._last < PLAIN_EVERY_S:
@@ -69,11 +67,9 @@ class LabelledDisplay(Display):
         self._shown, self._label, self._later_s = shown, label, later_s
 
     def line(self, text: str) -> None:
-        """Print a line with the label."""
         self._shown.line(f"{self._label}  {text}")
 
     def event(self, event: Event) -> None:
-        """Show an event with the label."""
         if isinstance(event, Progress):
             left = None
             if self._later_s is not None and event.eta_s is not None and event.stage == "train":
@@ -100,11 +96,9 @@ class LiveDisplay(Display):
                     handler.console = console
 
     def line(self, text: str) -> None:
-        """Print a line above the live line."""
         self._bars.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def event(self, event: Event) -> None:
-        """Update the live line, or print a line above it."""
         if not isinstance(event, Progress):
             self.line(describe(event))
             return
@@ -116,7 +110,6 @@ class LiveDisplay(Display):
         self._bars.update(self._task, visible=True, description=line, completed=step, total=total)
 
     def close(self) -> None:
-        """Erase the live line."""
         self._bars.stop()
 
 
@@ -305,9 +298,4 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
 
 
 def _source_of(name: str) -> str:
-    """Return the data source that a held-out metric's name contains.
-
-    >>> _source_of("val-core/openai/gsm8k/reward/mean_at_4")
-    'openai/gsm8k'
-    """
     return name.partition("/")[2].rpartition("/reward/")[0]

@@ -66,7 +66,6 @@ def check_before_plan(config: RunConfig) -> None:
 
 
 def _tokens(config: RunConfig) -> dict[str, int]:
-    """Return the id of each token of the run's tokenizer, or {} if the tokenizer's file is not on this machine."""
     if config.model.path is not None:
         return token_counts(str(configured_model(config)))
     if not any(model_paths(config).values()):

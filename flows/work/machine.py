@@ -87,7 +87,6 @@ def _requirements(extras: Sequence[str]) -> list[Requirement]:
 
 
 def _of(extras: Sequence[str]) -> str:
-    """Return the environment in the name of a check, such as ` of trainer`, or '' if there is only one environment."""
     return "" if len(extras) > 1 else f" of {extras[0]}"
 
 

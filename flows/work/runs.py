@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,7 +82,17 @@ class RunStatus:
 def status_of(run_dir: Path) -> RunStatus:
     """Return the status of one run, read from its folder. Unreadable files count as absent."""
     layout = RunLayout(run_dir.parents[1], run_dir)
-    step, reward, pause, changed, gpu_seconds, tokens_per_s = _read_journal_end(layout.journal)
+    step, reward, pause, changed, gpu_seconds, tokens_per_s = 0, None, "", 0.0, None, None
+    for record in _last_records(layout.journal):
+        match record:
+            case StepRecord():
+                step, pause = record.step, ""
+                reward = next((record.metrics[name] for name in REWARD_NAMES if name in record.metrics), reward)
+                gpu_seconds = record.metrics.get(GPU_SECONDS, gpu_seconds)
+                tokens_per_s = record.metrics.get("perf/throughput", tokens_per_s)
+            case EventRecord(name=name, data=data):
+                pause = str(data.get("text", "")) if name == PAUSED else "" if name == RESUMED else pause
+        changed = record.time
     with suppress(OSError):  # deleted during the call
         changed = changed or (run_dir / RUN_FILE).stat().st_mtime
     found = _read_json(run_dir / RUN_FILE).get("settings")
@@ -92,6 +102,9 @@ def status_of(run_dir: Path) -> RunStatus:
     if total == 0 and isinstance(warm, dict):  # only supervised steps
         total = warm.get("max_steps")
     state, note = _state(run_dir, pause or Slots(run_dir.parents[1]).wait_reason(run_dir.name))
+    scores: list[float | None] = []
+    with suppress(CheckpointError):
+        scores = [info.score for info in scan(layout.checkpoints).checkpoints]
     return RunStatus(
         run_id=run_dir.name,
         run_dir=str(run_dir),
@@ -99,7 +112,7 @@ def status_of(run_dir: Path) -> RunStatus:
         state=state,
         step=step,
         total_steps=total,
-        score=_score(run_dir),
+        score=next((score for score in reversed(scores) if score is not None), None),
         reward=reward,
         changed=changed,
         size_bytes=size_of(run_dir),
@@ -152,15 +165,14 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     attempts, failures = read_attempts(run_dir), read_failures(run_dir)
     end = attempts[-1][1] if attempts else None
     status = None if end is None else end.status
+    found = _read_json(run_dir / STOP_FILE).get("time")
+    stopped_at = found if isinstance(found, int | float) else 0.0
     if not attempts:  # the run ended before the first step
-        stopped_at = _read_json(run_dir / STOP_FILE).get("time")
-        stopped_at = stopped_at if isinstance(stopped_at, int | float) else 0.0
         status = "KILLED" if stopped_at > (failures[-1].time if failures else 0.0) else "FAILED" if failures else None
         if status is None:
             return "not begun", ""
     if status == "FINISHED":
-        stopped_at = _read_json(run_dir / STOP_FILE).get("time")
-        if end is None or not isinstance(stopped_at, int | float) or stopped_at <= end.time:
+        if end is None or stopped_at <= end.time:
             return "finished", ""
         return "stopped", f"all steps are trained, and results are missing; {resume_hint(run_dir)}"
     if status == "KILLED":
@@ -169,33 +181,12 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     return ("failed" if status == "FAILED" else "lost"), why or f"its process has ended; {resume_hint(run_dir)}"
 
 
-def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, float | None, float | None]:
-    """Return the last step, its reward, the reason of a wait, the time of the last line, the GPU-seconds and the speed
-    of each device, all from the end of the journal.
-    """
-    step, reward, pause, changed, gpu_seconds, tokens_per_s = 0, None, "", 0.0, None, None
+def _last_records(journal: Path) -> Iterator[StepRecord | EventRecord]:
     with suppress(OSError, DataError), open_ordinary(journal) as file:
         size = os.fstat(file.fileno()).st_size
         for record, _ in iter_lines(file.fileno(), max(0, size - READ_BLOCK_BYTES)):
-            match record:
-                case StepRecord():
-                    step, pause = record.step, ""
-                    reward = next((record.metrics[name] for name in REWARD_NAMES if name in record.metrics), reward)
-                    gpu_seconds = record.metrics.get(GPU_SECONDS, gpu_seconds)
-                    tokens_per_s = record.metrics.get("perf/throughput", tokens_per_s)
-                case EventRecord(name=name, data=data):
-                    pause = str(data.get("text", "")) if name == PAUSED else "" if name == RESUMED else pause
-                case None:
-                    continue
-            changed = record.time
-    return step, reward, pause, changed, gpu_seconds, tokens_per_s
-
-
-def _score(run_dir: Path) -> float | None:
-    with suppress(CheckpointError):
-        scores = [info.score for info in scan(RunLayout(run_dir.parents[1], run_dir).checkpoints).checkpoints]
-        return next((score for score in reversed(scores) if score is not None), None)
-    return None
+            if record is not None:
+                yield record
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -279,8 +270,8 @@ def read_settings(folder: Path) -> RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of runs. `statements` are its conclusions, and `summary` is Markdown. `mlflow_page` and
-    `mlflow_table` are addresses in MLflow, or '' if MLflow has fewer than two of the runs.
+    """The comparison of runs. `statements` are its conclusions. `mlflow_page` and `mlflow_table` are addresses in
+    MLflow, or '' if MLflow has fewer than two of the runs.
     """
 
     runs: tuple[Path, ...]
@@ -289,7 +280,6 @@ class Comparison:
     mlflow_page: str
     mlflow_table: str
     statements: tuple[str, ...]
-    summary: str
 
 
 def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
@@ -320,7 +310,7 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
     files = compare_runs(folders, root=root)
     statements = tuple(f"{found.topic}: {found.statement}" for found in files.findings)
     pages = _upload(folders, files, root)
-    return Comparison(tuple(folders), files.html, files.json, *pages, statements, files.summary)
+    return Comparison(tuple(folders), files.html, files.json, *pages, statements)
 
 
 def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> tuple[str, str]:

@@ -16,7 +16,6 @@ from flows.work.checks import check_before_start
 from flows.work.open_run import OpenRun, open_run
 from flows.work.plan import (
     DiskBudget,
-    ParameterCount,
     RunPlan,
     count_parameters,
     make_plan,
@@ -100,17 +99,17 @@ def test_parameters_are_counted_without_loading_a_model(tmp_path: Path) -> None:
     found = count_parameters(config)
     assert found == count_parameters(changed(config, "model", path=str(tmp_path)))
     assert found is not None
-    assert found.trained == 14_048
+    assert found[0] == 14_048
     name, lora = "Qwen/Qwen2.5-0.5B", LoraConfig(rank=3)
     shape = ModelShape.of_config(PUBLISHED[name])
     with_critic = count_parameters(load_config(["experiment=debug", "algo=ppo", f"critic.path={name}"]))
     assert with_critic is not None
-    assert with_critic.trained == 14_048 + shape.critic_parameters
+    assert with_critic[0] == 14_048 + shape.critic_parameters
     adapters = count_parameters(changed(config, "model", path=name, lora=lora))
-    assert adapters == ParameterCount(shape.adapter_parameters(lora), shape.policy_parameters)
+    assert adapters == (shape.adapter_parameters(lora), shape.policy_parameters)
     # The critic shares the shape; it has a linear unit in the head's place.
     tinyzero = count_parameters(load_config(["experiment=tinyzero_ppo"]))
-    assert tinyzero == ParameterCount(2 * 494_032_768 + 897, 494_032_768)
+    assert tinyzero == (2 * 494_032_768 + 897, 494_032_768)
 
 
 NOT_HERE = ("model.path=nowhere/nothing-here", "experiment=debug", "warm_start.enabled=false")
@@ -232,7 +231,7 @@ def test_done_stages_need_no_disk_space(artifacts_root: Path) -> None:
     assert size is not None
     assert 1_000 <= size < 10_000
     assert plan.disk.needed_bytes == (plan.disk.num_checkpoints - 1) * size
-    assert at_start.checkpoint_bytes == checkpoint_bytes(count_parameters(config).trained)  # type: ignore[union-attr]
+    assert at_start.checkpoint_bytes == checkpoint_bytes(count_parameters(config)[0])  # type: ignore[index]
     assert at_start.needed_bytes == at_start.num_checkpoints * at_start.checkpoint_bytes
 
     commit(config, 2)

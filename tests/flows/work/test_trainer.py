@@ -115,10 +115,10 @@ def client_of(
 ) -> TrainerProcess:
     request = SlotRequest(run_dir.name, 1, priority, time.time(), os.getpid())
     command = (SMALL_TRAINER, behaviour)
-    return TrainerProcess(
-        run_dir, on_event=on_event, on_line=on_line, stop_wait_s=WAIT_S, slots=Slots(root or run_dir), request=request,
-        command=command,
-    )  # fmt: skip
+    slots = Slots(root or run_dir)
+    made = TrainerProcess(run_dir, stop_wait_s=WAIT_S, slots=slots, request=request, command=command)
+    made.on_event, made.on_line = on_event, on_line
+    return made
 
 
 @pytest.fixture
@@ -216,9 +216,9 @@ def heard(event):
         (run_dir / "under-way").touch()
     elif isinstance(event, Note):
         notes.append(event.text)
-client = TrainerProcess(run_dir, on_event=heard, on_line=lambda line: None, stop_wait_s=stop_wait_s,
-                        slots=Slots(run_dir), request=SlotRequest("a", 1, 0, 0.0, 0),
-                        command=(sys.argv[2], behaviour))
+client = TrainerProcess(run_dir, stop_wait_s=stop_wait_s, slots=Slots(run_dir),
+                        request=SlotRequest("a", 1, 0, 0.0, 0), command=(sys.argv[2], behaviour))
+client.on_event = heard
 client.call("who")
 pid = client.pid
 (run_dir / "pid").write_text(str(pid))
