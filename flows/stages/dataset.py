@@ -10,10 +10,10 @@ from data.rows import SPLITS
 from data.tasks import StageResult, build_dataset, dataset_directory, dataset_fingerprint
 from data.tokenizer import tokenizer_fingerprint
 from flows.progress import display, skipped_suffix
-from flows.stages.stage import Stage, StageStatus, Trial, count_rows, is_user_build, remake_note
+from flows.stages.stage import Stage, StageStatus, Trial, remake_note, try_tokenizer
 from flows.work.open_run import OpenRun, committed_step
 from flows.work.protocol import Progress
-from rlcore.config import CountdownData, RunConfig, SuiteConfig
+from rlcore.config import CountdownData, CustomData, RunConfig, SuiteConfig
 from rlcore.config.check import suite_settings
 from rlcore.config.data import parts_of
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_initial_policy, planned_tokenizer
@@ -121,6 +121,22 @@ def status_of_rows(
     return StageStatus(name, place.name, place, manifest is not None, f"{what} {rows or remake_note(damage)}".strip())
 
 
+def count_rows(config: RunConfig, splits: Sequence[str] = SPLITS) -> int | None:
+    """Check the rows of local files. Return the number of rows in the first split, or None if it is unknown.
+
+    For a custom function, this is the requested number. Raises DataError with the file and line of an invalid row.
+    """
+    from data.trial import validate_rows
+
+    once = config.filter.duplicates == "error"
+    found: list[int | None] = []
+    for data in (part.data for part in parts_of(config.data)):
+        made = validate_rows(data, config.data.seed, root_of(config), splits, each_once=once)
+        found.append(made if made is not None else getattr(data, "train_size", None))
+    known = [rows for rows in found if rows is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
 def warn_of_few_rows(config: RunConfig, rows: int | None, where: str) -> str:
     """Return a warning if there are fewer training rows than prompts in a batch, otherwise ''."""
     if rows is None or config.is_supervised or rows >= config.trainer.batch_size:
@@ -160,7 +176,8 @@ class Dataset(RowsStage):
 
     def check(self, trial: Trial) -> None:
         config = trial.config
-        where = "requested by data.train_size" if any(map(is_user_build, trial.tasks)) else "of the dataset"
+        own = [task for task in trial.tasks if isinstance(task, CustomData) and not task.build.startswith("data.")]
+        where = "requested by data.train_size" if own else "of the dataset"
         trial.warnings.append(warn_of_few_rows(config, count_rows(config), where))
         for task in trial.tasks:
             if isinstance(task, CountdownData):
@@ -188,7 +205,9 @@ class Filter(RowsStage):
         return status_of_rows(self.name, run.planning_config, planned_rows)
 
     def check(self, trial: Trial) -> None:
-        trial.try_tokenizer()
+        path = trial.config.model.path
+        if path is not None and Path(path).is_dir():
+            try_tokenizer(Path(path), trial.first_rows(), trial.config)
 
     def make(self, run: OpenRun) -> StageResult:
         made = filter_rows(run.config, planned_dataset(run.config))
@@ -213,12 +232,7 @@ class Suite(RowsStage):
         return status_of_rows(self.name, config, lambda rows: planned_rows(rows, SPLITS[1:]), self.suite.name)
 
     def check(self, trial: Trial) -> None:
-        from data.trial import validate_rows
-
-        suite = suite_settings(trial.config, self.suite)
-        once = suite.filter.duplicates == "error"
-        for part in parts_of(suite.data):
-            validate_rows(part.data, suite.seed, root_of(trial.config), SPLITS[1:], each_once=once)
+        count_rows(suite_settings(trial.config, self.suite), SPLITS[1:])
 
     def make(self, run: OpenRun) -> StageResult:
         return make_suite(run.config, self.suite)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 from flows.work.open_run import OpenRun
 from flows.work.trainer import interpreter_of, trainer_variables
 from rlcore import sandbox
-from rlcore.config import CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
+from rlcore.config import CountdownData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, has_default_scorer, parts_of
 from rlcore.errors import ConfigError, EngineError, TrialError
 from rlcore.rollout.environment import PLAY, Episode, is_repeatable, resolve_environment, turn_from_score
@@ -54,11 +54,15 @@ class Trial:
             self._rows[id(task)] = first_row(task, self.config.data.seed, root)
         return self._rows[id(task)]
 
+    def first_rows(self) -> "list[FirstRow]":
+        """Return the known first rows of the tasks."""
+        return [row for task in self.tasks if (row := self.first_row(task)) is not None]
+
     def try_scorers(self) -> None:
         """Try the scorers or the environment on each task's first row. Raises TrialError with the failed response."""
         config = self.config
         if config.data.environment:
-            if rows := [row for task in self.tasks if (row := self.first_row(task)) is not None]:
+            if rows := self.first_rows():
                 _try_environment(rows[0], config)
             return
         for task in self.tasks:
@@ -89,34 +93,6 @@ class Trial:
         if done.returncode:
             kind = ConfigError if done.returncode == 2 else TrialError
             raise kind(done.stdout or f"{named}: a function fails: {done.stderr[-1_000:]}")
-
-    def try_tokenizer(self) -> None:
-        """If the model's folder exists, load its tokenizer and render the first row of each task with it."""
-        path = self.config.model.path
-        if path is not None and Path(path).is_dir():
-            rows = [row for task in self.tasks if (row := self.first_row(task)) is not None]
-            try_tokenizer(Path(path), rows, self.config)
-
-
-def count_rows(config: RunConfig) -> int | None:
-    """Check the rows of local files. Return the largest number of training rows, or None if it is unknown.
-
-    For a custom function, this is the requested number. Raises DataError with the file and line of an invalid row.
-    """
-    from data.trial import validate_rows
-
-    root, once = Path(config.paths.root).resolve(), config.filter.duplicates == "error"
-    found: list[int | None] = []
-    for data in (part.data for part in parts_of(config.data)):
-        made = validate_rows(data, config.data.seed, root, each_once=once)
-        found.append(made if made is not None else getattr(data, "train_size", None))
-    known = [rows for rows in found if rows is not None]
-    return sum(known) if len(known) == len(found) else None
-
-
-def is_user_build(data: TaskData) -> bool:
-    """Return whether a function of the user builds the rows."""
-    return isinstance(data, CustomData) and not data.build.startswith("data.")
 
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:

@@ -30,14 +30,13 @@ from flows.stages.outputs import (
 )
 from flows.stages.train import Chunk, PassRates, PassRateTable, Train, record_inputs
 from flows.work.mlflow_record import MlflowContents, models_digest, settings_digest
-from flows.work.open_run import OpenRun, open_run, with_absolute_paths
+from flows.work.open_run import OpenRun, open_run
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import published_directory, write_json_atomically
-from rlcore.tracking.lineage import Origin
 from rlcore.user_code import code_for_run
 from tests.flows.conftest import changed, commit
 from tests.helpers.validations import problem, result
@@ -46,16 +45,9 @@ HERE = Path("here")
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    return load_config([f"paths.root={tmp_path}"], experiment="debug")
-
-
-@pytest.fixture
-def layout(config: RunConfig) -> RunLayout:
-    layout = RunLayout.of(config)
-    layout.validation.mkdir(parents=True)
+def layout(layout: RunLayout) -> RunLayout:
+    layout.validation.mkdir()
     (layout.suites / "sums").mkdir(parents=True)
-    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
     layout.journal.touch()
     return layout
 

@@ -67,11 +67,6 @@ Try = Callable[..., str]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    return load_config(["experiment=debug", f"paths.root={tmp_path / 'root'}"])
-
-
-@pytest.fixture
 def dry_run(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     """Run the trials with custom functions in the module `tried_out`."""
     (tmp_path / "tried_out.py").write_text(OWN)

@@ -48,8 +48,7 @@ def gsm8k_files(tmp_path: Path) -> Path:
     return folder
 
 
-def test_done_stages_are_marked_and_damaged_ones_planned_again(artifacts_root: Path) -> None:
-    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+def test_done_stages_are_marked_and_damaged_ones_planned_again(config: RunConfig) -> None:
     inputs = chain.make_rows(OpenRun(config), chain.run_quietly)
     plan = make_plan(config)
     assert stage_of(plan, "dataset").cached
@@ -65,14 +64,6 @@ def test_done_stages_are_marked_and_damaged_ones_planned_again(artifacts_root: P
     assert f"made again: {rows}: hash must be" in stage_of(plan, "filter").detail
     assert stage_of(plan, "dataset").cached
     assert replace(make_plan(config), disk=plan.disk) == plan
-
-
-def test_disk_follows_settings(artifacts_root: Path) -> None:
-    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", "checkpoint.reserve_gb=2"])
-    plan = make_plan(config)
-    assert plan.disk.reserve_bytes == 2_000_000_000
-    assert plan.disk.checkpoint_bytes is not None
-    assert plan.disk.needed_bytes == 2 * plan.disk.checkpoint_bytes + 2_000_000_000
 
 
 def test_plan_covers_every_file_system_of_the_run(artifacts_root: Path) -> None:
@@ -157,8 +148,7 @@ def test_unreadable_smollm2_is_refused_before_start(artifacts_root: Path, monkey
         check_before_start(config, plan)
 
 
-def test_run_that_cannot_fit_the_gpu_is_refused(artifacts_root: Path) -> None:
-    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+def test_run_that_cannot_fit_the_gpu_is_refused(config: RunConfig) -> None:
     plan = make_plan(config)
     assert plan.memory is not None
     shape = shape_of(config.model)
@@ -196,8 +186,8 @@ def test_warm_start_stop_rule(settings: dict[str, object], message: str) -> None
     assert _stop_rule(WarmStartConfig().model_copy(update=none | settings)) == message
 
 
-def test_plan_of_empty_root_lists_all_stages(artifacts_root: Path) -> None:
-    plan = make_plan(load(artifacts_root))
+def test_plan_of_empty_root_lists_all_stages(config: RunConfig) -> None:
+    plan = make_plan(config)
     assert [(stage.name, stage.detail) for stage in plan.stages] == [
         ("dataset", "countdown"),
         ("filter", "after its tokenizer is built"),
@@ -216,8 +206,8 @@ def test_plan_of_empty_root_lists_all_stages(artifacts_root: Path) -> None:
 
 
 def test_done_stages_need_no_disk_space(artifacts_root: Path) -> None:
-    config = load(artifacts_root, "checkpoint.reserve_gb=0", "warm_start.enabled=false", "pass_rates.samples=4")
-    layout = RunLayout.of(config)
+    config = load(artifacts_root, "checkpoint.reserve_gb=2", "warm_start.enabled=false", "pass_rates.samples=4")
+    layout, reserve = RunLayout.of(config), 2_000_000_000
     at_start = make_plan(config).disk
     with open_run(config):
         chain.make_rows(OpenRun(config), chain.run_quietly).write(config, layout)
@@ -230,9 +220,10 @@ def test_done_stages_need_no_disk_space(artifacts_root: Path) -> None:
     size = plan.disk.checkpoint_bytes
     assert size is not None
     assert 1_000 <= size < 10_000
-    assert plan.disk.needed_bytes == (plan.disk.num_checkpoints - 1) * size
+    assert plan.disk.reserve_bytes == reserve
+    assert plan.disk.needed_bytes == (plan.disk.num_checkpoints - 1) * size + reserve
     assert at_start.checkpoint_bytes == checkpoint_bytes(count_parameters(config)[0])  # type: ignore[index]
-    assert at_start.needed_bytes == at_start.num_checkpoints * at_start.checkpoint_bytes
+    assert at_start.needed_bytes == at_start.num_checkpoints * at_start.checkpoint_bytes + reserve
 
     commit(config, 2)
     for name, step in (("before", 0), ("after", 1)):
@@ -242,7 +233,7 @@ def test_done_stages_need_no_disk_space(artifacts_root: Path) -> None:
     assert of_name(plan, "validate") == [("before", True), ("after", False)]
     assert of_name(plan, "train") == [("step 0-1", True), ("step 1-2", True)]
     assert of_name(plan, "export") == of_name(plan, "export-best") == [("", False)]
-    assert plan.disk.needed_bytes == 0
+    assert plan.disk.needed_bytes == reserve
     replace(evaluated, step=2).write(layout.validation / "after.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
@@ -271,9 +262,7 @@ def test_done_stages_need_no_disk_space(artifacts_root: Path) -> None:
     )
 
 
-def test_published_model_without_files_is_named(tmp_path: Path) -> None:
-    config = load(tmp_path)
-
+def test_published_model_without_files_is_named(config: RunConfig, tmp_path: Path) -> None:
     def named(path: str | None) -> str | None:
         return plans.published_model_path(changed(config, "model", path=path))
 
@@ -297,8 +286,7 @@ def test_pass_rates_are_planned_after_the_filter(artifacts_root: Path) -> None:
     assert (stage.detail, stage.fingerprint) == ("4 responses to each training row, after the filter", None)
 
 
-def test_report_is_done_only_after_the_last_step(artifacts_root: Path) -> None:
-    config = load(artifacts_root)
+def test_report_is_done_only_after_the_last_step(config: RunConfig) -> None:
     layout = RunLayout.of(config)
 
     def write_report() -> str:

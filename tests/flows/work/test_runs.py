@@ -51,14 +51,6 @@ def config(tmp_path: Path) -> RunConfig:
     return load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
 
 
-@pytest.fixture
-def layout(config: RunConfig) -> RunLayout:
-    layout = RunLayout.of(config)
-    layout.run_dir.mkdir(parents=True)
-    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
-    return layout
-
-
 def begin(layout: RunLayout) -> None:
     with AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
         attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
