@@ -182,7 +182,8 @@ def _request_stop(run_dir: Path, worker: "Holder") -> None:
     """Send SIGTERM to the process that holds the run's lock. Raises RunInUseError if this is not possible."""
     import psutil
 
-    from flows.work.open_run import STOP_FILE, record_stop_request
+    from flows.work.open_run import record_stop_request
+    from flows.work.runs import STOP_FILE
 
     process = worker.process()
     if process is None and worker.host == socket.gethostname() and not psutil.pid_exists(worker.pid):

@@ -18,6 +18,7 @@ from data.tasks import input_digests, inputs_of
 from flows.progress import ValidationSummary
 from flows.stack.state import FLOW_RUN_ID, set_mlflow_login
 from flows.work.protocol import Event
+from flows.work.runs import STOP_FILE
 from flows.work.slots import SlotRequest, Slots
 from flows.work.trainer import TrainerProcess
 from rlcore.checkpoint.catalog import name_of, scan
@@ -151,8 +152,6 @@ def _digest_changes(where: str, then: Mapping[str, str], now: Mapping[str, str])
 log = logging.getLogger(__name__)
 
 EVALUATION = "eval"  # `name` of an evaluation, which is a run without steps
-STOP_FILE = "stop.json"
-"""The file with the last stop request. It prevents a second signal, which would end the process before it saves."""
 END_WAIT_S = 60.0  # seconds after `runtime.stop_deadline_s` for the last metrics of a stopping trainer
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from flows.progress import REWARD_NAMES
 from flows.stack.state import FLOW_RUN_COMMAND, set_mlflow_login, stack_tracking_uri
-from flows.work.open_run import STOP_FILE
 from flows.work.slots import Slots
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
@@ -49,6 +48,8 @@ A `stopped` run saved after a stop request. A `lost` run ended without a record.
 """
 STATES: tuple[State, ...] = get_args(State)
 
+STOP_FILE = "stop.json"
+"""The file with the last stop request. It prevents a second signal, which would end the process before it saves."""
 SAME_COMMAND = "the same command resumes it"
 
 

@@ -19,9 +19,10 @@ from flows.cli import exit_code
 from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN_ID
 from flows.stages.outputs import write_report
-from flows.work.open_run import STOP_FILE, open_run, record_stop_request, with_absolute_paths
+from flows.work.open_run import open_run, record_stop_request, with_absolute_paths
 from flows.work.runs import (
     SAME_COMMAND,
+    STOP_FILE,
     Outcome,
     all_runs,
     compare,

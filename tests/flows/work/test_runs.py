@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from flows.stack.state import FLOW_RUN_COMMAND
-from flows.work.open_run import STOP_FILE, _record_early_end, record_stop_request, with_absolute_paths
+from flows.work.open_run import _record_early_end, record_stop_request, with_absolute_paths
 from flows.work.runs import (
     SAME_COMMAND,
+    STOP_FILE,
     Outcome,
     all_runs,
     failure_of,
