@@ -138,23 +138,13 @@ def metrics_text(progress: Progress) -> str:
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
     if progress.tokens_per_s is not None:
-        parts.append(format_speed(progress.tokens_per_s, progress.num_devices))
+        speed, number = f"{progress.tokens_per_s:,.0f} tokens/s", progress.num_devices
+        parts.append(speed if number == 1 else f"{speed} per GPU, {number * progress.tokens_per_s:,.0f} in total")
     if progress.eta_s is not None:
         whole = "" if progress.sweep_eta_s is None else f", sweep {format_duration(progress.sweep_eta_s)}"
         eta = "may end early" if progress.may_end_early else f"ETA {format_duration(progress.eta_s)}"
         parts.append(f"{eta}{whole}")
     return "  ".join(parts)
-
-
-def format_speed(tokens_per_s: float, num_devices: int) -> str:
-    """Return the tokens per second of each device as text, with the total of several devices.
-
-    >>> format_speed(9_000.4, 1), format_speed(9_000.4, 2)
-    ('9,000 tokens/s', '9,000 tokens/s per GPU, 18,001 in total')
-    """
-    if num_devices == 1:
-        return f"{tokens_per_s:,.0f} tokens/s"
-    return f"{tokens_per_s:,.0f} tokens/s per GPU, {num_devices * tokens_per_s:,.0f} in total"
 
 
 def format_duration(seconds: float) -> str:

@@ -281,7 +281,11 @@ def open_run(
         layout.run_dir, lambda event: report(str(event["text"])), lambda: False, waits_for_holder=False
     ) as lock:
         require_same_inputs(config, layout)
-        _keep_code(config, layout)
+        code, kept = code_for_run(config), None
+        with suppress(DataError):  # damaged before the run has begun
+            kept = read_code(layout.code)
+        if kept != code:
+            code.save(layout.code)
         run = OpenRun(config, command, title)
         # The id of an evaluation contains its models.
         models = {} if run.is_evaluation else {**run.origin.models, **model_digests(config)}
@@ -293,14 +297,6 @@ def open_run(
             run.trainer,
         ):
             yield run
-
-
-def _keep_code(config: RunConfig, layout: RunLayout) -> None:
-    code = code_for_run(config)
-    with suppress(DataError):  # damaged before the run has begun
-        if read_code(layout.code) == code:
-            return
-    code.save(layout.code)
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:

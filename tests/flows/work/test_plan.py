@@ -29,6 +29,7 @@ from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
 from rlcore.errors import CheckpointError, ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
+from rlcore.run.disk import BYTES_PER_WEIGHT
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import LEAST_STORE_BYTES
 from rlcore.storage.disk import RoomReport, checkpoint_bytes, size, unit_for
@@ -234,6 +235,9 @@ def test_done_stages_need_no_disk_space(artifacts_root: Path) -> None:
     assert of_name(plan, "train") == [("step 0-1", True), ("step 1-2", True)]
     assert of_name(plan, "export") == of_name(plan, "export-best") == [("", False)]
     assert plan.disk.needed_bytes == reserve
+    (report,) = plan.disk.file_systems
+    num_weights = count_parameters(config)[1]  # type: ignore[index]
+    assert report.needed_bytes == 3 * BYTES_PER_WEIGHT * num_weights, "exported, in MLflow, and the initial policy"
     replace(evaluated, step=2).write(layout.validation / "after.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
