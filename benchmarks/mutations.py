@@ -4,7 +4,7 @@ r"""Count how many random mutations of the sources make a test fail.
     COVERAGE_FILE=/tmp/lines python -m pytest -n 2 --dist loadfile -m "not lengthy" \
         --cov=rlcore --cov=flows --cov=data --cov-context=test --cov-report=      # which test executes which line
     python -m benchmarks.mutations --lines /tmp/lines                             # 8 mutations per folder
-    python -m benchmarks.mutations --lines /tmp/lines --each 3 --seed 7 rlcore/run flows/plan
+    python -m benchmarks.mutations --lines /tmp/lines --each 3 --seed 7 rlcore/run flows/work
     python -m benchmarks.mutations --list                                         # list the mutations
 
 A mutation changes one expression, such as a comparison, `and`, `not`, a number, True, a sign, `min` or a condition.
@@ -41,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
     "rlcore/algos", "rlcore/batching", "rlcore/checkpoint", "rlcore/config", "rlcore/rollout", "rlcore/run",
-    "rlcore/storage", "rlcore/tracking", "rlcore/trainer", "rlcore/workers", "data", "flows/plan",
+    "rlcore/storage", "rlcore/tracking", "rlcore/trainer", "rlcore/workers", "data",
     "flows/work",
 )  # fmt: skip
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from flows import chain
 from flows.parameters import RunSettings, compose_settings
-from flows.plan.checks import check_run
+from flows.work.checks import check_run
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.runs import all_runs, find_run
-from flows.work.status import RunStatus, status_of
+from flows.work.runs import RunStatus, all_runs, find_run, status_of
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, DataError

@@ -28,7 +28,7 @@ from flows.server import watch
 from flows.stages.stage import Stage
 from flows.work.open_run import OpenRun
 from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent, Validated
-from flows.work.status import failure_of, is_stop_requested, worker_of
+from flows.work.runs import failure_of, is_stop_requested, worker_of
 from flows.work.trainer import WAITS_FOR_SLOTS
 from rlcore.checkpoint.catalog import scan
 from rlcore.storage.disk import PAUSED

@@ -8,12 +8,10 @@ from typing import Any, TypeVar
 
 from flows.parameters import RunSettings
 from flows.progress import ValidationSummary, display, display_for_console, reward_changes, use_display
-from flows.stages.dataset import Dataset, Demonstrations, Filter, Suite
-from flows.stages.inputs import inputs_of
-from flows.stages.outputs import Export, ExportBest, Report
+from flows.stages.dataset import Dataset, Demonstrations, Filter, Suite, inputs_of
+from flows.stages.outputs import Export, ExportBest, Report, Validate
 from flows.stages.stage import Stage
 from flows.stages.train import PassRates, Train, WarmStart
-from flows.stages.validate import Validate
 from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun, open_run, with_absolute_paths
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS

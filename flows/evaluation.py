@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from flows import chain
-from flows.plan.checks import check_evaluation
 from flows.progress import display
 from flows.stack.state import with_stack_tracking
 from flows.stages.dataset import Suite
-from flows.stages.validate import Evaluate
+from flows.stages.outputs import Evaluate
+from flows.work.checks import check_evaluation
 from flows.work.open_run import EVALUATION, open_run
 from flows.work.weights import find_weights
 from rlcore.config import RunConfig
@@ -91,7 +91,6 @@ def _name_suite_option(error: ConfigError) -> ConfigError:
 
 
 def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
-    """Return the value of `model.path`, a name for the model, and the settings that the evaluation is based on."""
     folder = expand_path(model)
     if model == SMOLLM2 or (folder / "config.json").is_file():
         return model, _file_name(folder.resolve().name), RunConfig()

@@ -34,16 +34,14 @@ from flows.parameters import (
     flow_root,
     split_experiment,
 )
-from flows.plan.checks import check_run
 from flows.progress import ValidationSummary, display
 from flows.server import watch
-from flows.stages.outputs import Report, ReportPage
+from flows.stages.outputs import Report, ReportPage, Validate
 from flows.stages.stage import Stage
 from flows.stages.train import WarmStart
-from flows.stages.validate import Validate
+from flows.work.checks import check_run
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import OpenRun, open_run
-from flows.work.origin import checkpoint_name
+from flows.work.open_run import OpenRun, checkpoint_name, open_run
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import ConfigError
 from rlcore.run.initial_policy import InitialPolicy

@@ -48,12 +48,10 @@ class PlainDisplay(Display):
     _last = float("-inf")
 
     def line(self, text: str) -> None:
-        """Print and flush a line. A full disk or a closed pipe does not stop the run."""
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk or a closed pipe does not stop the run
             print(printable(text), flush=True)
 
     def event(self, event: Event) -> None:
-        """Print an event. Progress is printed only every few seconds and at the end."""
         if isinstance(event, Progress):
             is_end = event.step in (event.to_step, event.total_steps)
             if not is_end and time.monotonic() - self._last < PLAIN_EVERY_S:
@@ -69,11 +67,9 @@ class LabelledDisplay(Display):
         self._shown, self._label, self._later_s = shown, label, later_s
 
     def line(self, text: str) -> None:
-        """Print a line with the label."""
         self._shown.line(f"{self._label}  {text}")
 
     def event(self, event: Event) -> None:
-        """Show an event with the label."""
         if isinstance(event, Progress):
             left = None
             if self._later_s is not None and event.eta_s is not None and event.stage == "train":
@@ -100,11 +96,9 @@ class LiveDisplay(Display):
                     handler.console = console
 
     def line(self, text: str) -> None:
-        """Print a line above the live line."""
         self._bars.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def event(self, event: Event) -> None:
-        """Update the live line, or print a line above it."""
         if not isinstance(event, Progress):
             self.line(describe(event))
             return
@@ -116,7 +110,6 @@ class LiveDisplay(Display):
         self._bars.update(self._task, visible=True, description=line, completed=step, total=total)
 
     def close(self) -> None:
-        """Erase the live line."""
         self._bars.stop()
 
 
@@ -145,23 +138,13 @@ def metrics_text(progress: Progress) -> str:
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
     if progress.tokens_per_s is not None:
-        parts.append(format_speed(progress.tokens_per_s, progress.num_devices))
+        speed, number = f"{progress.tokens_per_s:,.0f} tokens/s", progress.num_devices
+        parts.append(speed if number == 1 else f"{speed} per GPU, {number * progress.tokens_per_s:,.0f} in total")
     if progress.eta_s is not None:
         whole = "" if progress.sweep_eta_s is None else f", sweep {format_duration(progress.sweep_eta_s)}"
         eta = "may end early" if progress.may_end_early else f"ETA {format_duration(progress.eta_s)}"
         parts.append(f"{eta}{whole}")
     return "  ".join(parts)
-
-
-def format_speed(tokens_per_s: float, num_devices: int) -> str:
-    """Return the tokens per second of each device as text, with the total of several devices.
-
-    >>> format_speed(9_000.4, 1), format_speed(9_000.4, 2)
-    ('9,000 tokens/s', '9,000 tokens/s per GPU, 18,001 in total')
-    """
-    if num_devices == 1:
-        return f"{tokens_per_s:,.0f} tokens/s"
-    return f"{tokens_per_s:,.0f} tokens/s per GPU, {num_devices * tokens_per_s:,.0f} in total"
 
 
 def format_duration(seconds: float) -> str:
@@ -305,9 +288,4 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
 
 
 def _source_of(name: str) -> str:
-    """Return the data source that a held-out metric's name contains.
-
-    >>> _source_of("val-core/openai/gsm8k/reward/mean_at_4")
-    'openai/gsm8k'
-    """
     return name.partition("/")[2].rpartition("/reward/")[0]

@@ -112,7 +112,7 @@ def audit(
       millrace audit countdown_demo-s1
       millrace audit my-run --scorer my_scorer:score
     """
-    from flows.stages.trials import judge_failure_message
+    from flows.stages.stage import judge_failure_message
     from rlcore.responses.audit import audit_reward, cases_of
 
     config, layout, _ = _recorded_responses(run, root)

@@ -35,8 +35,8 @@ from rlcore.errors import ConfigError
 if TYPE_CHECKING:
     from flows.chain import PipelineResult
     from flows.parameters import RunSettings
-    from flows.plan.plan import RunPlan
     from flows.server.api import PrefectApi
+    from flows.work.plan import RunPlan
     from rlcore.config import RunConfig
 
 
@@ -78,10 +78,10 @@ def run(
     if planned is None:
         return
     from flows import chain
-    from flows.plan.checks import check_before_start
-    from flows.plan.plan import show_memory
     from flows.server.api import command_flow, start_prefect
+    from flows.work.checks import check_before_start
     from flows.work.open_run import OpenRun
+    from flows.work.plan import show_memory
 
     composed, plan = planned
     config = composed.config
@@ -135,8 +135,8 @@ def train(
     if planned is None:
         return
     from flows import chain
-    from flows.plan.checks import check_before_start
     from flows.progress import display
+    from flows.work.checks import check_before_start
     from flows.work.mlflow_record import MlflowRecord
 
     composed, plan = planned
@@ -170,8 +170,8 @@ def _compose_and_plan(
     if (cfg, info) != (None, None):
         show_settings(composed, cfg, package, info)
         return None
-    from flows.plan.checks import check_dry_run, plan_run
-    from flows.plan.plan import show_plan
+    from flows.work.checks import check_dry_run, plan_run
+    from flows.work.plan import show_plan
 
     plan = plan_run(composed)
     if not dry_run:
@@ -216,10 +216,10 @@ def validate(
     require_only_settings(settings)
     composed = compose_arguments(settings, root)
     from flows import chain
-    from flows.plan.checks import check_before_plan
     from flows.progress import display
-    from flows.stages.validate import Validate
-    from flows.work.origin import checkpoint_name, checkpoint_store
+    from flows.stages.outputs import Validate
+    from flows.work.checks import check_before_plan
+    from flows.work.open_run import checkpoint_name, checkpoint_store
 
     check_before_plan(composed.config)
     checkpoint = checkpoint_name(checkpoint)
@@ -239,9 +239,9 @@ def make(settings: Settings = None, root: OptionalRoot = None, config_dir: Confi
     """
     composed = compose_arguments(settings, root)
     from flows import chain
-    from flows.plan.checks import check_before_plan, run_stage_checks
     from flows.progress import display_for_console, use_display
     from flows.stages.dataset import Filter
+    from flows.work.checks import check_before_plan, run_stage_checks
     from flows.work.open_run import OpenRun
 
     check_before_plan(composed.config)
@@ -264,8 +264,8 @@ def pass_rates(
     """
     composed = compose_arguments(settings, root)
     from flows import chain
-    from flows.plan.checks import check_run
     from flows.stages.train import PassRates
+    from flows.work.checks import check_run
     from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
     if not composed.config.pass_rates.is_enabled:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 MAX_SLOTS = 1_024  # each slot of a root is a lock on a file
 STATES = ("running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun")
-"""The values of `flows.work.status.State`, whose module takes longer to import than most commands take to run."""
+"""The values of `flows.work.runs.State`, whose module takes longer to import than most commands take to run."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))  # seconds and names of units, largest first
 
@@ -54,8 +54,7 @@ def runs(
     """
     from flows.progress import print_table
     from flows.work.open_run import EVALUATION
-    from flows.work.runs import all_runs
-    from flows.work.status import status_of
+    from flows.work.runs import all_runs, status_of
     from rlcore.storage.disk import size
 
     for state in states or ():
@@ -104,8 +103,7 @@ def logs(
     Examples:
       millrace logs countdown_demo-s1 -f
     """
-    from flows.work.runs import find_run
-    from flows.work.status import worker_of
+    from flows.work.runs import find_run, worker_of
     from flows.work.trainer import LogTail, trainer_logs
 
     _, layout = find_run(run, root)
@@ -154,8 +152,7 @@ def stop(run: Run, root: OptionalRoot = None) -> None:
       millrace stop countdown_demo-s1
     """
     from flows.work.open_run import END_WAIT_S
-    from flows.work.runs import find_run
-    from flows.work.status import SAME_COMMAND, is_stop_requested, resume_hint, worker_of
+    from flows.work.runs import SAME_COMMAND, find_run, is_stop_requested, resume_hint, worker_of
 
     config, layout = find_run(run, root)
     worker = worker_of(layout.run_dir)
@@ -185,7 +182,8 @@ def _request_stop(run_dir: Path, worker: "Holder") -> None:
     """Send SIGTERM to the process that holds the run's lock. Raises RunInUseError if this is not possible."""
     import psutil
 
-    from flows.work.open_run import STOP_FILE, record_stop_request
+    from flows.work.open_run import record_stop_request
+    from flows.work.runs import STOP_FILE
 
     process = worker.process()
     if process is None and worker.host == socket.gethostname() and not psutil.pid_exists(worker.pid):

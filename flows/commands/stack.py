@@ -98,9 +98,8 @@ def prometheus_text(root: Path) -> str:
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     from flows.stack.control import service_states
-    from flows.work.runs import all_runs
+    from flows.work.runs import STATES, all_runs, status_of
     from flows.work.slots import Slots
-    from flows.work.status import STATES, status_of
     from rlcore.storage.disk import free_bytes
 
     registry = CollectorRegistry()
@@ -154,9 +153,9 @@ def deploy(
       millrace deploy mine.yaml seed=2 --name mine-2 --cron '0 3 * * *' --timezone Europe/Berlin
     """
     from flows.parameters import compose_settings
-    from flows.plan.checks import check_run
     from flows.server.api import running_prefect
     from flows.stack.state import read_stack
+    from flows.work.checks import check_run
     from rlcore.config.base import CONFIG_DIR_VARIABLE, FILE_ENDINGS
 
     if name is not None and (refused := set(name) & set("/%&<>")):
@@ -207,7 +206,7 @@ def doctor(
       millrace doctor
       millrace doctor --python trainer/bin/python
     """
-    from flows.plan.machine import check_machine, show
+    from flows.work.machine import check_machine, show
 
     print("checking this machine, which takes half a minute ...", file=sys.stderr, flush=True)
     lines = check_machine(python)

@@ -152,7 +152,7 @@ def checkpoints(
     if public and push is None:
         raise ConfigError("--public: concerns the repository of --push; add --push OWNER/NAME, or leave it out")
     if push is not None:
-        from flows.work.hub import require_pushable
+        from flows.work.weights import require_pushable
 
         require_pushable(push)
     config, layout = find_run(run, root)
@@ -164,8 +164,8 @@ def checkpoints(
         document["deleted"] = [path.name for path in pruned]
         lines += [f"deleted {path.name}: the retention rule does not keep it" for path in pruned]
     if export is not None:
-        from flows.work.hub import push as upload
-        from flows.work.hub import write_card
+        from flows.work.weights import push as upload
+        from flows.work.weights import write_card
 
         exported = export_to(config, layout, checkpoint or "last", export.absolute())
         document["exported"] = str(exported)

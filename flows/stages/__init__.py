@@ -1,1 +1,1 @@
-"""The stages of a run, each in a separate file. `flows.chain` lists them in order."""
+"""The stages of a run. `flows.chain` lists them in order."""

@@ -1,28 +1,156 @@
-"""The stages that build rows: dataset, filter, suites and demonstrations of a warm start."""
+"""The stages that build rows: dataset, filter, suites and demonstrations, and the inputs of the training."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data.filter import filter_dataset, filtered_directory
+from data.references import check_parts
 from data.rows import SPLITS
-from data.tasks import StageResult
-from flows.progress import skipped_suffix
-from flows.stages.inputs import (
-    filter_rows,
-    make_dataset,
-    planned_dataset,
-    planned_demonstrations,
-    planned_rows,
-    root_of,
-    status_of_rows,
-    warn_of_few_rows,
-)
-from flows.stages.stage import Stage, StageStatus
-from flows.stages.trials import Trial, count_rows, is_user_build
-from flows.work.open_run import OpenRun
-from rlcore.config import CountdownData, RunConfig, SuiteConfig
+from data.tasks import StageResult, build_dataset, dataset_directory
+from flows.progress import display, skipped_suffix
+from flows.stages.stage import Stage, StageStatus, Trial, remake_note, try_tokenizer
+from flows.work.open_run import OpenRun, committed_step
+from flows.work.protocol import Progress
+from rlcore.config import CountdownData, CustomData, RunConfig, SuiteConfig
 from rlcore.config.check import suite_settings
 from rlcore.config.data import parts_of
-from rlcore.run.initial_policy import ensure_tokenizer
+from rlcore.run.initial_policy import ensure_tokenizer, planned_initial_policy, planned_tokenizer
+from rlcore.run.layout import RunInputs
+from rlcore.storage.manifest import read_finished_or_reason
+
+
+def root_of(config: RunConfig) -> Path:
+    """Return the absolute path of the root."""
+    return Path(config.paths.root).resolve()
+
+
+def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
+    """Build the dataset of a run or suite, or return the existing one. The result warns of doubtful references."""
+    made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
+    return replace(made, warning=check_parts(config, splits))
+
+
+def planned_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
+    """Return the folder of the dataset of a run or a suite. The folder may not exist yet."""
+    return dataset_directory(config.data, config.data.seed, root_of(config), splits)
+
+
+def filter_rows(config: RunConfig, dataset: Path) -> StageResult:
+    """Tokenize and filter a dataset, or return the existing result."""
+    return filter_dataset(
+        dataset,
+        ensure_tokenizer(config),
+        config.filter,
+        root=root_of(config),
+        tools=config.episode.tools,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        on_progress=show_rows,
+    )
+
+
+def planned_rows(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
+    """Return the folder of the filtered rows. The tokenizer must exist."""
+    return filtered_directory(
+        planned_dataset(config, splits).name,
+        planned_tokenizer(config),
+        config.filter,
+        root=root_of(config),
+        tools=config.episode.tools,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+
+
+def planned_demonstrations(config: RunConfig) -> Path | None:
+    """Return the folder of the tokenized demonstrations, or None if there are none. The tokenizer must exist."""
+    warm = config.warm_start
+    if not warm.enabled or warm.demonstrations is None:
+        return None
+    from data.demonstrations import tokenized_directory
+
+    kwargs = config.data.chat_template_kwargs
+    return tokenized_directory(
+        warm, planned_tokenizer(config), seed=config.data.seed, root=root_of(config), chat_template_kwargs=kwargs
+    )
+
+
+def inputs_of(run: OpenRun) -> RunInputs:
+    """Return the training inputs of a run whose rows have been built."""
+    config = run.config
+    if run.inputs is None:
+        suites = {
+            suite.name: planned_rows(suite_settings(config, suite), SPLITS[1:]) for suite in config.validation.suites
+        }
+        if run.is_evaluation:  # it has only the rows of suites
+            first = next(iter(suites.values()))
+            run.inputs = RunInputs(first, planned_tokenizer(config), suites=suites)
+        else:
+            rows, tokenizer = planned_rows(config), planned_tokenizer(config)
+            run.inputs = RunInputs(rows, tokenizer, planned_dataset(config), planned_demonstrations(config), suites)
+    return run.inputs
+
+
+def last_step(run: OpenRun) -> int:
+    """Return the step of the newest complete checkpoint, or the number of steps of a finished supervised run."""
+    config = run.config
+    if not config.is_supervised:
+        return committed_step(config)
+    if not has_tokenizer(config):
+        return 0
+    manifest, _ = read_finished_or_reason(planned_initial_policy(config, planned_rows(config)))
+    return 0 if manifest is None else int(manifest.values["steps"])
+
+
+def has_tokenizer(config: RunConfig) -> bool:
+    """Return whether the tokenizer exists and is undamaged."""
+    tokenizer = planned_tokenizer(config)
+    return not read_finished_or_reason(tokenizer)[1] and tokenizer.is_dir()
+
+
+def status_of_rows(
+    name: str, config: RunConfig, place_of: Callable[[RunConfig], Path | None], what: str = ""
+) -> StageStatus:
+    """Return the status of a stage that creates a folder of rows. Every stage except `dataset` needs the tokenizer."""
+    damage = read_finished_or_reason(planned_tokenizer(config))[1]
+    place = place_of(config) if name == "dataset" or has_tokenizer(config) else None
+    if place is None:
+        return StageStatus(name, None, None, False, remake_note(damage) or "after its tokenizer is built")
+    manifest, damage = read_finished_or_reason(place)
+    counts = {} if manifest is None else manifest.values["counts"]
+    rows = ", ".join(f"{count:,} {split}" for split, count in counts.items())
+    return StageStatus(name, place.name, place, manifest is not None, f"{what} {rows or remake_note(damage)}".strip())
+
+
+def count_rows(config: RunConfig, splits: Sequence[str] = SPLITS) -> int | None:
+    """Check the rows of local files. Return the number of rows in the first split, or None if it is unknown.
+
+    For a custom function, this is the requested number. Raises DataError with the file and line of an invalid row.
+    """
+    from data.trial import validate_rows
+
+    once = config.filter.duplicates == "error"
+    found: list[int | None] = []
+    for data in (part.data for part in parts_of(config.data)):
+        made = validate_rows(data, config.data.seed, root_of(config), splits, each_once=once)
+        found.append(made if made is not None else getattr(data, "train_size", None))
+    known = [rows for rows in found if rows is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
+def warn_of_few_rows(config: RunConfig, rows: int | None, where: str) -> str:
+    """Return a warning if there are fewer training rows than prompts in a batch, otherwise ''."""
+    if rows is None or config.is_supervised or rows >= config.trainer.batch_size:
+        return ""
+    return (
+        f"warning: trainer.batch_size={config.trainer.batch_size:,} is more than the {rows:,} training rows {where}, "
+        "so a prompt is in a batch more than once. Lower it and trainer.mini_batch_size, or provide more rows"
+    )
+
+
+def show_rows(split: str, done: int, total: int) -> None:
+    """Show how many rows of a split the filter has processed."""
+    if done < total:
+        display().event(Progress(f"filter, rows of {split}", done, total, {}))
 
 
 class RowsStage(Stage[StageResult]):
@@ -48,7 +176,8 @@ class Dataset(RowsStage):
 
     def check(self, trial: Trial) -> None:
         config = trial.config
-        where = "requested by data.train_size" if any(map(is_user_build, trial.tasks)) else "of the dataset"
+        own = [task for task in trial.tasks if isinstance(task, CustomData) and not task.build.startswith("data.")]
+        where = "requested by data.train_size" if own else "of the dataset"
         trial.warnings.append(warn_of_few_rows(config, count_rows(config), where))
         for task in trial.tasks:
             if isinstance(task, CountdownData):
@@ -76,7 +205,9 @@ class Filter(RowsStage):
         return status_of_rows(self.name, run.planning_config, planned_rows)
 
     def check(self, trial: Trial) -> None:
-        trial.try_tokenizer()
+        path = trial.config.model.path
+        if path is not None and Path(path).is_dir():
+            try_tokenizer(Path(path), trial.first_rows(), trial.config)
 
     def make(self, run: OpenRun) -> StageResult:
         made = filter_rows(run.config, planned_dataset(run.config))
@@ -101,12 +232,7 @@ class Suite(RowsStage):
         return status_of_rows(self.name, config, lambda rows: planned_rows(rows, SPLITS[1:]), self.suite.name)
 
     def check(self, trial: Trial) -> None:
-        from data.trial import validate_rows
-
-        suite = suite_settings(trial.config, self.suite)
-        once = suite.filter.duplicates == "error"
-        for part in parts_of(suite.data):
-            validate_rows(part.data, suite.seed, root_of(trial.config), SPLITS[1:], each_once=once)
+        count_rows(suite_settings(trial.config, self.suite), SPLITS[1:])
 
     def make(self, run: OpenRun) -> StageResult:
         return make_suite(run.config, self.suite)

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from flows.progress import skipped_suffix
-from flows.stages.inputs import has_tokenizer, inputs_of, planned_rows
-from flows.stages.stage import Stage, StageStatus, remake_note
-from flows.stages.trials import Trial
-from flows.work.open_run import OpenRun
-from flows.work.origin import checkpoint_store, committed_step, require_same_inputs
+from flows.stages.dataset import has_tokenizer, inputs_of, planned_rows
+from flows.stages.stage import Stage, StageStatus, Trial, remake_note
+from flows.work.open_run import OpenRun, checkpoint_store, committed_step, require_same_inputs
 from rlcore.config import MappedData, RunConfig, WarmStartConfig
 from rlcore.errors import ConfigError
 from rlcore.run.initial_policy import (

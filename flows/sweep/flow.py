@@ -27,7 +27,6 @@ from flows import chain
 from flows.artifacts import log_and_print, log_command, log_unused_settings, show_artifact
 from flows.parameters import NO_STRINGS, Count, Positive, Root, all_overrides, experiment_name, flow_root
 from flows.pipeline import CHECKED_SETTINGS, call_flow, keep_outcome, label_flow_run, run_as_one_task
-from flows.plan.checks import check_run
 from flows.progress import LabelledDisplay, display, format_duration, use_display
 from flows.server.watch import end_if_cancelled, end_if_suspended, limit_retries, watch_flow_run
 from flows.stages.train import Train
@@ -55,6 +54,7 @@ from flows.sweep.study import (
     problem_scores_of,
     sweep_lock,
 )
+from flows.work.checks import check_run
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS, group_members
 from rlcore.config.sweep import Budget, Sweep, format_point

@@ -21,9 +21,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from pydantic import JsonValue
 
 from flows.parameters import RunSettings
-from flows.plan.checks import check_before_plan
 from flows.stack.state import with_stack_tracking
-from flows.work.origin import committed_step, require_same_inputs
+from flows.work.checks import check_before_plan
+from flows.work.open_run import committed_step, require_same_inputs
 from rlcore.checkpoint.catalog import name_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import compose

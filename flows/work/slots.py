@@ -210,7 +210,6 @@ class HeldSlots:
 
 
 def _holder(file: Path) -> SlotRequest | None:
-    """Return the request in a locked file, a placeholder if it is not written yet, or None if the file is free."""
     lock = FileLock(file)
     try:
         if lock.try_acquire(create=False):
@@ -224,7 +223,6 @@ def _holder(file: Path) -> SlotRequest | None:
 
 
 def _lock(path: Path, request: SlotRequest) -> FileLock:
-    """Lock a file and write the request into it. Raises RunInUseError if another process has locked the file."""
     lock = FileLock(path)
     if not lock.try_acquire():
         raise RunInUseError(f"{lock.path}: is locked by another process out of turn. Start again.")

@@ -84,8 +84,7 @@ class LogTail:
 
 
 def _text(line: bytes) -> str:
-    """Decode a line of the log. A progress bar is reduced to its last state."""
-    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
 
 
 class TrainerProcess:
@@ -103,16 +102,13 @@ class TrainerProcess:
         stop_wait_s: float,
         slots: Slots,
         request: SlotRequest,
-        on_event: Callable[[Event], None] = lambda event: None,
-        on_line: Callable[[str], None] = lambda line: None,
-        on_wait: Callable[[], None] = lambda: None,
         python: str | None = None,
         command: Sequence[str] = TRAINER,
     ) -> None:
         self._run_dir = run_dir
-        self.on_event = on_event
-        self.on_line = on_line
-        self.on_wait = on_wait
+        self.on_event: Callable[[Event], None] = lambda event: None
+        self.on_line: Callable[[str], None] = lambda line: None
+        self.on_wait: Callable[[], None] = lambda: None
         self._stop_wait_s = stop_wait_s
         self._slots = slots
         self._request = request
@@ -128,7 +124,7 @@ class TrainerProcess:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the process. If a stop was requested, let it save first."""
         if is_stop(error) and self._child is not None:
-            self._stop(self._child)
+            self._end(self._child, is_stop=True)
         else:
             self.close()
 
@@ -152,11 +148,11 @@ class TrainerProcess:
                 self._child = None  # the process is dead or out of sync
                 child.destroy()
             else:
-                self._stop(child)
+                self._end(child, is_stop=True)
             raise
         if isinstance(reply, Done):
             return reply.result
-        self._wait_for_end(child)
+        self._end(child, is_stop=False)
         raise reply.error()
 
     def close(self) -> None:
@@ -176,7 +172,7 @@ class TrainerProcess:
 
     def _start(self) -> "_Child":
         if self._child is not None and self._child.has_ended():
-            self._wait_for_end(self._child)
+            self._end(self._child, is_stop=False)
         if self._child is not None and self._child.held.must_yield():
             self.close()
         if self._child is None:
@@ -232,25 +228,19 @@ class TrainerProcess:
                 return False
 
     def _report(self, event: Event) -> None:
-        """Send an event of an ending process to `on_event`. Errors are ignored so that the process can save."""
-        with suppress(Exception):
+        with suppress(Exception):  # so that the ending process can save
             self.on_event(event)
 
-    def _stop(self, child: "_Child") -> None:
-        """Let the process finish its step and save. A second interrupt kills the process."""
+    def _end(self, child: "_Child", *, is_stop: bool) -> None:
+        """Wait for the end of a process that has reported an error. With `is_stop`, let it finish its step and save
+        first. A second interrupt kills the process.
+        """
         self._child = None
         try:
-            child.signal(signal.SIGTERM)
-            self._report(Note("stopping: the trainer finishes its step and saves; interrupt again to kill it"))
-            self._wait_for_exit(child, self._stop_wait_s)
-        finally:
-            child.destroy()
-
-    def _wait_for_end(self, child: "_Child") -> None:
-        """Wait for the end of a process that has reported an error."""
-        self._child = None
-        try:
-            self._wait_for_exit(child, CLOSE_WAIT_S)
+            if is_stop:
+                child.signal(signal.SIGTERM)
+                self._report(Note("stopping: the trainer finishes its step and saves; interrupt again to kill it"))
+            self._wait_for_exit(child, self._stop_wait_s if is_stop else CLOSE_WAIT_S)
         finally:
             child.destroy()
 
@@ -299,7 +289,6 @@ class _Child:
             raise self.lost_error() from None
 
     def replies(self, timeout_s: float) -> list[Reply]:
-        """Return the complete replies that are available or arrive within `timeout_s` seconds."""
         if self._at_end:
             time.sleep(0 if self.has_ended() else timeout_s)
             return []

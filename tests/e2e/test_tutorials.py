@@ -83,7 +83,7 @@ def test_a_custom_task_and_reward(tmp_path: Path) -> None:
 
 
 def test_the_first_run(tmp_path: Path) -> None:
-    other_words = {"--step 100": "--step 2", " --push OWNER/NAME": ""}  # uploads: tests/flows/work/test_hub.py
+    other_words = {"--step 100": "--step 2", " --push OWNER/NAME": ""}  # uploads: tests/flows/work/test_weights.py
     reported = go_through("get-started.md", tmp_path, {"millrace run ": BRIEF}, other_words)
     compared = reported["millrace compare countdown_demo-s1 countdown_demo-s2"]
     assert re.search(r"Over seeds: countdown_demo: reward/mean_at_4 [\d.]+, [\d.]+ to [\d.]+\.", compared), compared

@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from flows.cli import app, exit_code
-from flows.plan.plan import RunPlan
 from flows.server.api import LocalServer
 from flows.stages.stage import StageStatus
+from flows.work.open_run import with_absolute_paths
+from flows.work.plan import RunPlan
 from rlcore.checkpoint.catalog import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.layout import RunLayout
+from rlcore.tracking.lineage import Origin
 from tests.helpers.forked import ForkedCommand
 from tests.helpers.repeatable import repeatable
 
@@ -185,6 +188,20 @@ def commit(config: RunConfig, step: int, metrics: Mapping[str, float] | None = N
     with store.writing(state, metrics or {}) as folder:
         (folder / "weights").write_bytes(bytes(num_bytes))
     return store.path_of(step)
+
+
+@pytest.fixture
+def config(artifacts_root: Path) -> RunConfig:
+    return load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+
+
+@pytest.fixture
+def layout(config: RunConfig) -> RunLayout:
+    """Return the layout of a run whose folder has only its settings."""
+    layout = RunLayout.of(config)
+    layout.run_dir.mkdir(parents=True)
+    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
+    return layout
 
 
 def stage_of(plan: RunPlan, name: str) -> StageStatus:

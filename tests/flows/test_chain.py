@@ -9,10 +9,9 @@ import pytest
 from flows import chain
 from flows.chain import run_on_console
 from flows.progress import PlainDisplay, ValidationSummary, use_display
-from flows.stages.outputs import ExportedWeights, ReportPage
+from flows.stages.outputs import ExportedWeights, ReportPage, Validate
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.train import Chunk
-from flows.stages.validate import Validate
 from flows.work.mlflow_record import MlflowContents
 from flows.work.open_run import OpenRun, open_run
 from rlcore.config import RunConfig, SuiteConfig

@@ -17,7 +17,7 @@ import yaml
 from flows.cli import app, exit_code, extend_module_path
 from flows.commands import options, rollouts, runs
 from flows.commands.settings import root_in_overrides
-from flows.work import status
+from flows.work.runs import STATES
 from rlcore.config import RunConfig
 from rlcore.config.base import CONFIG_DIR_VARIABLE, GROUPS
 from rlcore.config.compose import load_config
@@ -266,7 +266,7 @@ def test_tab_completes_words_without_heavy_imports(tmp_path: Path) -> None:
 def test_tab_completes_every_setting_group_and_sort_key() -> None:
     assert rollouts.SORTS == query.SORTS
     assert get_args(get_args(rollouts.Kind)[0]) == query.KINDS
-    assert runs.STATES == status.STATES
+    assert runs.STATES == STATES
     assert options.OWN_CONF == CONFIG_DIR_VARIABLE
     assert options._values_by_key().keys() == all_keys().keys()
     assert set(options._groups()) == {*GROUPS, "experiment"}

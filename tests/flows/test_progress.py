@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flows.cli import exit_code
 from flows.progress import LabelledDisplay, LiveDisplay, PlainDisplay, describe, display, metrics_text, use_display
-from flows.stages.inputs import show_rows
+from flows.stages.dataset import show_rows
 from flows.work.protocol import CheckpointSaved, Note, Progress, RunEvent
 from rlcore.errors import MillraceError
 

@@ -25,10 +25,9 @@ SERVER = multiprocessing.get_context("forkserver")
 # Of the command line what costs most; not Prefect, which reads its settings from the environment when it is imported.
 SERVER.set_forkserver_preload(
     [
-        "rlcore.run.process", "rlcore.workers.worker", "flows.cli", "flows.plan.checks", "pandas", "pyarrow.parquet",
-        "mlflow",
-        "mlflow.store.tracking.sqlalchemy_store", "matplotlib.figure", "matplotlib.backends.backend_svg", "fastapi",
-        "rich.console",
+        "rlcore.run.process", "rlcore.workers.worker", "flows.cli", "flows.work.checks", "pandas", "pyarrow.parquet",
+        "mlflow", "mlflow.store.tracking.sqlalchemy_store", "matplotlib.figure", "matplotlib.backends.backend_svg",
+        "fastapi", "rich.console",
     ]
 )  # fmt: skip
 

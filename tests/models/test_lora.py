@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from flows.plan.checks import require_machine
+from flows.work.checks import require_machine
 from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.algo import OptimConfig
 from rlcore.config.run import PathsConfig

@@ -21,7 +21,7 @@ from transformers import (
     T5Config,
 )
 
-from flows.plan.checks import check_before_plan
+from flows.work.checks import check_before_plan
 from rlcore.batching.pack import shared_prompts
 from rlcore.config import LoraConfig, ModelConfig, RunConfig, ScratchModel
 from rlcore.config.model import PUBLISHED

@@ -1,4 +1,4 @@
-"""The base model of a card, with its license. The whole card: tests/flows/work/test_hub.py."""
+"""The base model of a card, with its license. The whole card: tests/flows/work/test_weights.py."""
 
 from pathlib import Path
 

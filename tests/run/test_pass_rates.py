@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.plan.plan import make_plan
+from flows.work.plan import make_plan
 from rlcore.batching.prompts import PassCounts
 from rlcore.config import (
     CheckpointConfig,

@@ -15,7 +15,7 @@ import pytest
 from data import code
 from data.code import run_python as tool
 from data.tasks import build_dataset
-from flows.plan.checks import check_before_plan
+from flows.work.checks import check_before_plan
 from rlcore import sandbox
 from rlcore.config import RewardConfig, SandboxConfig
 from rlcore.config.compose import load_config

@@ -14,7 +14,7 @@ import torch
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics
 from rlcore.batching.pack import select_train
-from rlcore.checkpoint.shards import RankSaver
+from rlcore.checkpoint.save import RankSaver
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.lora import AdaptedLinear

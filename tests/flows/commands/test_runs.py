@@ -21,10 +21,20 @@ from flows.commands.runs import logs, stop
 from flows.commands.stack import prometheus_text
 from flows.stack.state import FLOW_RUN_ID
 from flows.stages.outputs import write_report
-from flows.work.open_run import STOP_FILE, open_run, record_stop_request, with_absolute_paths
-from flows.work.runs import Outcome, all_runs, compare, find_named_runs, find_run, sync
+from flows.work.open_run import open_run, record_stop_request, with_absolute_paths
+from flows.work.runs import (
+    SAME_COMMAND,
+    STOP_FILE,
+    Outcome,
+    all_runs,
+    compare,
+    find_named_runs,
+    find_run,
+    resume_hint,
+    status_of,
+    sync,
+)
 from flows.work.slots import Slots
-from flows.work.status import SAME_COMMAND, resume_hint, status_of
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, RunInUseError, StopRequestedError

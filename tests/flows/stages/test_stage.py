@@ -15,25 +15,27 @@ from flows.progress import ValidationSummary, with_interval
 from flows.stages import train
 from flows.stages.dataset import Dataset
 from flows.stages.outputs import (
+    Evaluate,
     Export,
     ExportBest,
     ExportedWeights,
     Report,
     ReportPage,
+    Validate,
     best_step_to_export,
     find_report,
+    find_suite_results,
+    find_validation,
     report_fingerprint,
 )
 from flows.stages.train import Chunk, PassRates, PassRateTable, Train, record_inputs
-from flows.stages.validate import Evaluate, Validate, find_suite_results, find_validation
 from flows.work.mlflow_record import MlflowContents, models_digest, settings_digest
-from flows.work.open_run import OpenRun, open_run, with_absolute_paths
+from flows.work.open_run import OpenRun, open_run
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.layout import RunInputs, RunLayout, suite_fingerprint
 from rlcore.storage.publish import published_directory, write_json_atomically
-from rlcore.tracking.lineage import Origin
 from rlcore.user_code import code_for_run
 from tests.flows.conftest import changed, commit
 from tests.helpers.validations import problem, result
@@ -42,16 +44,9 @@ HERE = Path("here")
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    return load_config([f"paths.root={tmp_path}"], experiment="debug")
-
-
-@pytest.fixture
-def layout(config: RunConfig) -> RunLayout:
-    layout = RunLayout.of(config)
-    layout.validation.mkdir(parents=True)
+def layout(layout: RunLayout) -> RunLayout:
+    layout.validation.mkdir()
     (layout.suites / "sums").mkdir(parents=True)
-    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
     layout.journal.touch()
     return layout
 

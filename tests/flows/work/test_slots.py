@@ -9,8 +9,8 @@ import pytest
 
 from flows.cli import exit_code
 from flows.commands.runs import slots as slots_command
+from flows.work.runs import status_of
 from flows.work.slots import HeldSlots, SlotRequest, Slots, SlotState
-from flows.work.status import status_of
 from rlcore.errors import ConfigError, DataError
 from rlcore.storage.locks import RUN_LOCK, FileLock, HeldLock
 from tests.flows.conftest import wait_until

@@ -1,4 +1,4 @@
-"""The trainer's client with a real process that speaks the protocol."""
+"""The trainer's client with a real process that speaks the protocol, and the protocol's messages."""
 
 import json
 import os
@@ -17,13 +17,71 @@ import psutil
 import pytest
 
 from flows.work import trainer
-from flows.work.protocol import Event, Note, Progress, RunEvent
+from flows.work.protocol import (
+    CheckpointSaved,
+    Done,
+    Event,
+    Failed,
+    Note,
+    Progress,
+    Reply,
+    RunEvent,
+    Validated,
+    parse_reply,
+)
 from flows.work.slots import SlotRequest, Slots
 from flows.work.trainer import CHILD_ENVIRONMENT, WAITS_FOR_SLOTS, LogTail, TrainerProcess, trainer_logs
-from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
+from rlcore.errors import DataError, MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
 from rlcore.run.watchdog import read_failures
 from tests.flows.conftest import wait_until
 from tests.helpers import small_trainer
+
+
+@pytest.mark.parametrize(
+    ("line", "reply"),
+    [
+        (b'{"event": "note", "text": "hello"}', Note("hello")),
+        (b'{"event": "checkpoint", "step": 20, "path": "/x"}', CheckpointSaved(20, "/x")),
+        (b'{"event": "validated", "name": "a", "step": 1, "summary": {"x": 1.5}}', Validated("a", 1, {"x": 1.5})),
+        (b'{"event": "done", "command": "train", "result": {"step": 2}}', Done("train", {"step": 2})),
+        (b'{"event": "error", "command": "c", "type": "T", "message": "m"}', Failed("c", "T", "m")),
+        (b'{"event": "alarm", "step": 3, "text": "x"}', RunEvent("alarm", {"step": 3, "text": "x"})),
+        (
+            b'{"event": "progress", "stage": "train", "step": 1, "total_steps": 9, "metrics": {}}',
+            Progress("train", 1, 9, {}, to_step=None, eta_s=None, tokens_per_s=None),
+        ),
+        (
+            b'{"event": "progress", "stage": "s", "step": 1, "total_steps": 9, "metrics": {"a": 1}, "to_step": 5, '
+            b'"eta_s": 2.5, "tokens_per_s": 7.5}',
+            Progress("s", 1, 9, {"a": 1.0}, to_step=5, eta_s=2.5, tokens_per_s=7.5),
+        ),
+        (
+            b'{"event": "progress", "stage": "s", "step": 1, "total_steps": 9, "metrics": {}, "eta_s": NaN}',
+            Progress("s", 1, 9, {}),
+        ),
+    ],
+)
+def test_lines_are_parsed_as_replies(line: bytes, reply: Reply) -> None:
+    assert parse_reply(line) == reply
+
+
+@pytest.mark.parametrize("line", [b"hello", b"[1]", b"{}", b'{"event": 1}', b'{"event": "note"}'])
+def test_invalid_line_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not a reply|Expecting value|Field required|Missing required"):
+        parse_reply(line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("DataError", DataError),
+        *((name, MillraceError) for name in ("KeyError", "annotations", "EXIT_RESUMABLE", "Path")),
+    ],
+)
+def test_error_keeps_its_class(kind: str, expected: type[MillraceError]) -> None:
+    error = Failed("train", kind, "row 7").error()
+    assert (type(error), str(error)) == (expected, "row 7")
+
 
 WAIT_S = 60.0
 SMALL_TRAINER = str(Path(small_trainer.__file__))
@@ -57,10 +115,10 @@ def client_of(
 ) -> TrainerProcess:
     request = SlotRequest(run_dir.name, 1, priority, time.time(), os.getpid())
     command = (SMALL_TRAINER, behaviour)
-    return TrainerProcess(
-        run_dir, on_event=on_event, on_line=on_line, stop_wait_s=WAIT_S, slots=Slots(root or run_dir), request=request,
-        command=command,
-    )  # fmt: skip
+    slots = Slots(root or run_dir)
+    made = TrainerProcess(run_dir, stop_wait_s=WAIT_S, slots=slots, request=request, command=command)
+    made.on_event, made.on_line = on_event, on_line
+    return made
 
 
 @pytest.fixture
@@ -158,9 +216,9 @@ def heard(event):
         (run_dir / "under-way").touch()
     elif isinstance(event, Note):
         notes.append(event.text)
-client = TrainerProcess(run_dir, on_event=heard, on_line=lambda line: None, stop_wait_s=stop_wait_s,
-                        slots=Slots(run_dir), request=SlotRequest("a", 1, 0, 0.0, 0),
-                        command=(sys.argv[2], behaviour))
+client = TrainerProcess(run_dir, stop_wait_s=stop_wait_s, slots=Slots(run_dir),
+                        request=SlotRequest("a", 1, 0, 0.0, 0), command=(sys.argv[2], behaviour))
+client.on_event = heard
 client.call("who")
 pid = client.pid
 (run_dir / "pid").write_text(str(pid))

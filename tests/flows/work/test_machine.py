@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 from packaging.requirements import Requirement
 
-from flows.plan import machine as doctor
+from flows.work import machine as doctor
 from rlcore.runtime.interpreter import Devices, Gpu
 from tests.flows.conftest import REPOSITORY, in_this_process
 

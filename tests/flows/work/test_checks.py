@@ -7,20 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.plan import checks
-from flows.plan.checks import check_before_plan, check_before_start, check_evaluation, require_root
-from flows.plan.plan import make_plan
+from flows.work import checks
+from flows.work.checks import check_before_plan, check_before_start, check_evaluation, require_root
+from flows.work.plan import make_plan
 from flows.work.slots import Slots
 from rlcore.config import RunConfig, SuiteConfig
-from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.storage.disk import RoomReport
 from tests.flows.conftest import changed
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    return load_config(["experiment=debug", f"paths.root={tmp_path / 'root'}"])
 
 
 def test_unwritable_root_is_reported_with_existing_folder(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from flows.chain import stages_of
 from flows.progress import console_for_tables
 from flows.stages.stage import StageStatus
 from flows.stages.train import Train, WarmStart
-from flows.work.open_run import OpenRun
-from flows.work.origin import require_same_inputs
+from flows.work.open_run import OpenRun, require_same_inputs
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
@@ -81,23 +80,17 @@ class RunPlan:
         return all(stage.cached for stage in self.stages)
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterCount:
-    """The numbers of trained parameters (policy and critic) and of all policy parameters."""
-
-    trained: int
-    policy: int
-
-
-def count_parameters(config: RunConfig) -> ParameterCount | None:
-    """Return the numbers of parameters of the policy and the critic, or None if the model's shape is unknown."""
+def count_parameters(config: RunConfig) -> tuple[int, int] | None:
+    """Return the numbers of trained parameters (policy and critic) and of all policy parameters, or None if the
+    model's shape is unknown.
+    """
     lora, shape = config.model.lora, shape_of(config.model)
     if shape is None:
         return None
     whole = shape.policy_parameters
     policy = whole if lora is None else shape.adapter_parameters(lora)
     critic = 0 if config.critic is None else critic_shape(config, shape).critic_parameters
-    return ParameterCount(policy + critic, whole)
+    return policy + critic, whole
 
 
 def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
@@ -144,10 +137,10 @@ def published_model_path(config: RunConfig) -> str | None:
 
 
 def _disk(
-    config: RunConfig, layout: RunLayout, count: ParameterCount | None, *, has_initial_policy: bool
+    config: RunConfig, layout: RunLayout, count: tuple[int, int] | None, *, has_initial_policy: bool
 ) -> DiskBudget:
     known, trainer = scan(layout.checkpoints).checkpoints, config.trainer
-    expected = None if count is None else checkpoint_bytes(count.trained)
+    expected = None if count is None else checkpoint_bytes(count[0])
     one = known[-1].size_bytes if known else expected
     number = max_num_checkpoints(
         config.checkpoint, total_steps=trainer.total_steps, steps_per_chunk=trainer.steps_per_chunk
@@ -161,7 +154,7 @@ def _disk(
         config,
         layout,
         checkpoints_bytes=more,
-        num_weights=0 if count is None else count.policy,
+        num_weights=0 if count is None else count[1],
         steps_left=max(0, trainer.total_steps - committed),
         has_initial_policy=has_initial_policy,
     )

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from flows import chain
-from flows.plan.plan import make_plan
 from flows.stages.dataset import Dataset
+from flows.stages.outputs import Validate
 from flows.stages.stage import Stage
 from flows.stages.train import WarmStart, record_inputs
-from flows.stages.validate import Validate
 from flows.sweep.study import committed_step_or_zero
-from flows.work.open_run import OpenRun, open_run
-from flows.work.origin import committed_step, require_same_inputs
+from flows.work.open_run import OpenRun, committed_step, open_run, require_same_inputs
+from flows.work.plan import make_plan
 from flows.work.protocol import Note
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config

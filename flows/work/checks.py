@@ -11,10 +11,9 @@ from typing import Any
 from data.tasks import build_function
 from flows.chain import stages_of
 from flows.parameters import RunSettings
-from flows.plan.plan import RunPlan, make_plan
-from flows.stages.stage import Stage
-from flows.stages.trials import Trial
+from flows.stages.stage import Stage, Trial
 from flows.work.open_run import OpenRun
+from flows.work.plan import RunPlan, make_plan
 from flows.work.slots import Slots
 from rlcore import sandbox
 from rlcore.config import CustomData, RunConfig
@@ -66,7 +65,6 @@ def check_before_plan(config: RunConfig) -> None:
 
 
 def _tokens(config: RunConfig) -> dict[str, int]:
-    """Return the id of each token of the run's tokenizer, or {} if the tokenizer's file is not on this machine."""
     if config.model.path is not None:
         return token_counts(str(configured_model(config)))
     if not any(model_paths(config).values()):

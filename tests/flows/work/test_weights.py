@@ -11,8 +11,7 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from flows.work.hub import push, write_card
-from flows.work.weights import export_to
+from flows.work.weights import export_to, push, write_card
 from rlcore.errors import CheckpointError
 from rlcore.report.record import read_run
 from tests.flows.conftest import Finished, Millrace, ended, in_this_process

@@ -16,6 +16,7 @@ from flows.stages.outputs import ExportedWeights, ReportPage, report_fingerprint
 from flows.work import mlflow_record
 from flows.work.mlflow_record import MlflowContents, MlflowRecord, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run
+from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.storage.locks import start_time_of
@@ -74,16 +75,22 @@ AWAY = ("tracking.uri=oddsql://host/runs",)
 """A store of a kind that is not installed, which fails immediately."""
 
 
-def test_nothing_is_sent_without_tracking_or_change(artifacts_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def away(artifacts_root: Path) -> RunConfig:
+    return load_config(["experiment=debug", f"paths.root={artifacts_root}", AWAY])
+
+
+def test_nothing_is_sent_without_tracking_or_change(
+    away: RunConfig, artifacts_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="flows.work.mlflow_record")
     paths = f"paths.root={artifacts_root}"
     silent = load_config(["experiment=debug", paths, "tracking.enabled=false"])
     with open_run(silent, ()) as run, MlflowRecord(run, {}) as record:
         record.start(ROWS, ROWS)
         assert record.finish(None, LAST, BEST) == MlflowContents()
-    config = load_config(["experiment=debug", paths, *AWAY])
-    with open_run(config, ()) as run:
-        digests = (settings_digest(config), report_fingerprint(run.layout), models_digest(config, LAST, BEST))
+    with open_run(away, ()) as run:
+        digests = (settings_digest(away), report_fingerprint(run.layout), models_digest(away, LAST, BEST))
         known = MlflowContents("1", "http://page", "", *digests).write(run.layout)
         with MlflowRecord(run, {}) as record:
             assert run.prefect_view.mlflow_page == "http://page"
@@ -92,17 +99,16 @@ def test_nothing_is_sent_without_tracking_or_change(artifacts_root: Path, caplog
     with suppress(ModelError), open_run(silent, ()) as run, MlflowRecord(run, {}):
         raise ModelError("no such model")
     elsewhere = load_config(["experiment=debug", paths, "tracking.uri=oddsql://me:SECRET@other/runs"])
-    assert settings_digest(elsewhere) != settings_digest(config)
-    assert settings_digest(load_config(["experiment=debug", paths, *AWAY, "tracking.experiment=other"])) != digests[0]
+    assert settings_digest(elsewhere) != settings_digest(away)
+    assert settings_digest(load_config(["experiment=debug", paths, AWAY, "tracking.experiment=other"])) != digests[0]
     assert "SECRET" not in settings_digest(elsewhere)
     assert list(artifacts_root.glob("*.db")) == []
     assert [one for one in caplog.messages if "MLflow" in one] == []
 
 
-def test_unreachable_store_is_logged_once_per_part(artifacts_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
+def test_unreachable_store_is_logged_once_per_part(away: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     rest = "The training is not affected; repeat the command to send the rest"
-    with open_run(config, ()) as run, MlflowRecord(run, {}) as record:
+    with open_run(away, ()) as run, MlflowRecord(run, {}) as record:
         known = MlflowContents("", "", "", "other settings", "other report", "").write(run.layout)
         record._known = known
         record.start(ROWS, ROWS)
@@ -127,25 +133,23 @@ def test_unreachable_store_is_logged_once_per_part(artifacts_root: Path, caplog:
     ],
 )
 def test_end_of_run_is_sent_where_a_part_is_missing(
-    artifacts_root: Path, report: str, models: str, given: ReportPage | None, is_sent: bool,
+    away: RunConfig, report: str, models: str, given: ReportPage | None, is_sent: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
-    with open_run(config, ()) as run:
+    with open_run(away, ()) as run:
         has = report.format(report_fingerprint(run.layout))
-        weights = models_digest(config, LAST, BEST) if models == "same" else models
-        MlflowContents("1", "u", "", settings_digest(config), has, weights).write(run.layout)
+        weights = models_digest(away, LAST, BEST) if models == "same" else models
+        MlflowContents("1", "u", "", settings_digest(away), has, weights).write(run.layout)
         with MlflowRecord(run, {}) as record:
             record.start(ROWS, ROWS)
             record.finish(given, LAST, BEST)
     assert any("MLflow has not received the results of the run" in one for one in caplog.messages) == is_sent
 
 
-def test_run_unknown_to_mlflow_ends_without_request(artifacts_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_unknown_to_mlflow_ends_without_request(away: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
     for known, number in ((MlflowContents(), 0), (MlflowContents("1"), 1)):
-        with suppress(ModelError), open_run(config, ()) as run:
+        with suppress(ModelError), open_run(away, ()) as run:
             known.write(run.layout)
             with MlflowRecord(run, {}):
                 raise ModelError("no such model")

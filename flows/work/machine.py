@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from flows import SOURCE_FOLDER
-from flows.plan.checks import GPU_FILES
 from flows.progress import print_table
+from flows.work.checks import GPU_FILES
 from rlcore.models.shape import has_code_for
 from rlcore.runtime.interpreter import (
     Devices,
@@ -87,7 +87,6 @@ def _requirements(extras: Sequence[str]) -> list[Requirement]:
 
 
 def _of(extras: Sequence[str]) -> str:
-    """Return the environment in the name of a check, such as ` of trainer`, or '' if there is only one environment."""
     return "" if len(extras) > 1 else f" of {extras[0]}"
 
 

@@ -13,8 +13,8 @@ import pytest
 from data import trial
 from data.trial import FirstRow, first_row
 from flows.chain import stages_of
-from flows.plan.checks import run_stage_checks
-from flows.stages.trials import try_tokenizer
+from flows.stages.stage import try_tokenizer
+from flows.work.checks import run_stage_checks
 from flows.work.open_run import OpenRun
 from rlcore.config import CustomData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
@@ -64,11 +64,6 @@ def never(settings, seed):
 """
 
 Try = Callable[..., str]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    return load_config(["experiment=debug", f"paths.root={tmp_path / 'root'}"])
 
 
 @pytest.fixture

@@ -1,1 +1,0 @@
-"""The plans and checks that run before any expensive work."""
