@@ -1,4 +1,4 @@
-"""The checkpoints of a folder: the trainer's state, the scores and the retention rule. It imports no torch."""
+"""The trainer's state, the search for checkpoints in a folder, and the retention rule. This module imports no torch."""
 
 import os
 import re
@@ -52,7 +52,7 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState(LoopState):
-    """The content of a checkpoint's `state.json`: the loop's state, with data about its journal and settings."""
+    """The content of `state.json`: the loop's state, the journal's size and hash, and a fingerprint of the settings."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
@@ -94,8 +94,8 @@ Verdict = Literal["verified", "not verified", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint as its manifest describes it. `created`: UTC in ISO 8601. `metrics`: the finite metrics of its step.
-    A folder that cannot be used is `broken` with a `reason`, and its other values are empty."""
+    """A checkpoint as described by its manifest. `created`: UTC in ISO 8601. `metrics`: the finite metrics of the step.
+    An unusable folder has the verdict `broken` and a `reason`. Its size, metrics, time and fingerprint are empty."""
 
     step: int
     path: Path
@@ -181,7 +181,7 @@ def _info(path: Path, step: int) -> CheckpointInfo:
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Rename what a new checkpoint cannot replace: a file, an unreadable folder, or a folder of a newer format."""
+    """Rename `path` if no checkpoint can replace it: a file, an unreadable folder, or a folder of a newer format."""
     if not os.path.lexists(path):
         return
     version = newer_format(path) or newer_format(path, STATE, STATE_VERSION)
@@ -201,7 +201,7 @@ def _is_unreadable(file: Path) -> bool:
 
 
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
-    """Return every checkpoint folder by step, including broken ones. Sizes are always checked, hashes on request."""
+    """Return all checkpoint folders by step, including broken folders. Check sizes, and hashes if requested."""
     catalog = scan(directory)
     verified = [_verified(info, verify_hashes) for info in catalog.checkpoints]
     return tuple(sorted([*verified, *catalog.refusals], key=lambda info: info.step))
@@ -216,7 +216,7 @@ def _verified(info: CheckpointInfo, hashes: bool) -> CheckpointInfo:
 
 
 def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return the checkpoints that have a score, the best last. Equal scores are sorted by step."""
+    """Return the checkpoints that have a score, sorted by score and then by step."""
     scored = (info for info in checkpoints if info.score is not None)
     return sorted(scored, key=lambda info: (info.score, info.step))
 
@@ -243,7 +243,7 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
 
 
 def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> list[CheckpointInfo]:
-    """Return the checkpoints that may be deleted by the retention rule. Checkpoints with missing files are excluded."""
+    """Return the checkpoints that the retention rule deletes. Checkpoints with missing files are excluded."""
     whole = [info for info in checkpoints if not _verified(info, hashes=False).reason]
     kept = kept_steps(whole, config)
     return [info for info in whole if info.step not in kept]
@@ -251,7 +251,7 @@ def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) ->
 
 def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:
     """Return the steps to keep: the newest `keep_last`, the `keep_best` with the highest scores, and multiples of
-    `keep_every_steps`. Of equal scores, the later step's is better."""
+    `keep_every_steps`. If scores are equal, the later step is preferred."""
     newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
     kept = {info.step for info in newest_first[: config.keep_last]}
     best_first = reversed(by_score(checkpoints))
@@ -262,7 +262,7 @@ def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) 
 
 
 def is_exported(target: Path, step: int) -> bool:
-    """Return whether `target` has the exported weights of `step`. A damaged folder is set aside."""
+    """Return whether `target` has the exported weights of `step`. If `target` is damaged, rename it."""
     manifest = read_finished_or_set_aside(target, error=CheckpointError)
     return manifest is not None and manifest.values.get("step") == step
 

@@ -53,7 +53,7 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A whole tensor as the files of all ranks describe it."""
+    """A whole tensor, whose pieces are stored in the files of all ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,7 +61,8 @@ class StoredTensor:
 
 
 class ShardReader:
-    """The verified shard files of a folder, memory-mapped in a `with` block. A truncated file would crash Python."""
+    """A reader of the shard files of a folder, which are memory-mapped inside the `with` block. The files must already
+    be verified, because a truncated file crashes Python."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -90,7 +91,7 @@ class ShardReader:
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:
-        """Copy the stored values of a part into its memory. Raises CheckpointError if some are missing or unfit."""
+        """Fill `part.local` with the stored values. Raises CheckpointError if values are missing or do not fit."""
         stored = self.tensors.get(part.name)
         if stored is None:
             raise CheckpointError(f"{self._directory}: has no tensor {part.name}. Was it saved from another model?")
@@ -137,8 +138,8 @@ _RECORD = TypeAdapter(OptimizerRecord)
 
 @torch.no_grad()
 def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Load the saved tensors of any number of ranks into `model`, and into `optimizer` unless it is None. Raises
-    CheckpointError if files are missing, damaged or of another model. After this error, the model is unusable."""
+    """Load saved tensors into `model`, and into `optimizer` unless it is None. The number of ranks may have changed.
+    Raises CheckpointError if files are missing or damaged, or belong to another model. Then `model` is unusable."""
     rank, _ = rank_and_world_size()
     with ShardReader(directory) as reader:
         parts = list(local_parts(model, None, rank=rank))
@@ -183,7 +184,7 @@ def _read_record(directory: Path) -> OptimizerRecord:
 def load_optimizer(
     directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:
-    """Load the saved state into the optimizer, in place where possible. Raises CheckpointError if it does not fit."""
+    """Load the saved state into the optimizer, in place if possible. Raises CheckpointError if it does not fit."""
     record = _read_record(directory)
     named = dict(named_parameters(model))
     names = {parameter: name for name, parameter in named.items()}
@@ -208,7 +209,7 @@ def load_optimizer(
 def _state_tensor(
     reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str, rank: int
 ) -> Tensor:
-    """Read one tensor of the optimizer state, which is sharded like its parameter if both have the same shape."""
+    """Read one tensor of the optimizer state. It is sharded like its parameter if both have the same shape."""
     full_name = state_name(name, key)
     stored = reader.tensors.get(full_name)
     if stored is None:
@@ -228,7 +229,8 @@ def _state_tensor(
 
 
 def export_checkpoint(info: CheckpointInfo, config: RunConfig, initial_policy: str | Path, target: Path) -> Path:
-    """Write a checkpoint's weights as a transformers directory, in one CPU process. Raises CheckpointError."""
+    """Write a checkpoint's weights as a transformers directory, using only the CPU. Raises CheckpointError if the
+    checkpoint is damaged, and the errors of `export_transformers`."""
     verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:
@@ -250,10 +252,10 @@ def export_transformers(
     lora: LoraConfig | None = None,
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
-    """Write weights under transformers' names, with the configuration and tokenizer of the initial policy. An earlier
-    export is replaced by one rename. `facts`: entries for the manifest. With `lora`, `policy_state` has the merged
-    weights, and `adapters` go to the subfolder `adapter` in PEFT's format. Raises DiskSpaceError, CheckpointError if
-    `target` cannot be written or is not an export, and ModelError if the tokenizer cannot be read."""
+    """Write weights as a transformers directory, with the configuration and tokenizer of the initial policy. Replace an
+    earlier export by one rename. `facts`: entries for the manifest. If `lora` is set, `policy_state` has the merged
+    weights, and the subfolder `adapter` gets `adapters` in PEFT's format. Raises DiskSpaceError, ModelError for an
+    unreadable tokenizer, and CheckpointError if `target` cannot be written or is not an export."""
     source = str(model_dir_for_config)
     earlier = (target / MANIFEST).is_file()
     with published_directory(target, {"kind": "model", **facts}, replace=earlier, error=CheckpointError) as folder:

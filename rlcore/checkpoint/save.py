@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 class RankSaver:
-    """The work of one rank in a save: it copies its shards, writes the copy in a thread and frees it. `num_ranks`: the
-    number of ranks that may share this host's memory."""
+    """A rank's part of a save: it copies the rank's shards, writes the copy in a thread and frees the copy.
+    `num_ranks`: the number of ranks that may share this host's memory."""
 
     def __init__(self, models: Callable[[], SavedModels], *, num_ranks: int) -> None:
         self._models = models
@@ -51,7 +51,8 @@ class RankSaver:
         return {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
 
     def copy(self) -> tuple[int, bool]:
-        """Copy this rank's shards to the host if there is memory. Return their bytes, and whether they are copied."""
+        """Copy this rank's shards to the host if there is memory. Return the shards' bytes, and whether a copy
+        exists."""
         shards = self._shards()
         size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
@@ -61,8 +62,8 @@ class RankSaver:
         return size, is_copied
 
     def write(self, directory: str) -> None:
-        """Start a thread that writes the copy below `directory`. Without a copy, write the shards before returning.
-        Wait for the thread of an earlier call, and ignore its result."""
+        """Start a thread that writes the copy below `directory`. If there is no copy, write the shards before
+        returning. First wait for the thread of an earlier call, and ignore its result."""
         self.abandon()
         copies = self._copies
 
@@ -76,8 +77,8 @@ class RankSaver:
             write(self._shards())
 
     def is_written(self, *, wait: bool) -> bool:
-        """Return whether the shards are written. If `wait` is true, wait for the thread first. The first call after a
-        failed write raises its DiskSpaceError or CheckpointError."""
+        """Return whether the shards are written. If `wait` is true, wait for the thread first. If the write failed, the
+        next call raises its DiskSpaceError or CheckpointError."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():
@@ -87,7 +88,7 @@ class RankSaver:
         return True
 
     def abandon(self) -> None:
-        """Wait for the end of the writing thread, and ignore its result. The folder can then be removed."""
+        """Wait until the writing thread ends, and ignore its result. The folder can then be removed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.exception()
@@ -106,8 +107,8 @@ class _Save:
 
 
 class CheckpointSaver:
-    """The object that saves a run's checkpoints, one at a time. `wait_for_room(num_bytes, step)` waits until the disk
-    has room. `phase()` limits the time of all other waits for the disk."""
+    """A saver of a run's checkpoints, one at a time. `wait_for_room(num_bytes, step)` waits for free disk space.
+    `phase()` returns a context that limits the time of all other disk operations."""
 
     def __init__(
         self,
@@ -122,8 +123,8 @@ class CheckpointSaver:
     def begin(
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], each: EachRank
     ) -> int | None:
-        """Wait for room, copy the state of every rank and begin to write the copy. Training may then continue. If a
-        rank has no memory for its copy, complete the checkpoint before returning, and return its step. `record`:
+        """Copy the state of every rank, wait for disk space and begin to write the copies. Training may then continue.
+        If a rank has no memory for its copy, complete the checkpoint before returning, and return its step. `record`:
         returns the trainer's state. Raises CheckpointError if the folder cannot be written, and the errors of
         `wait_for_room`."""
         assert self._save is None, "settle or abandon the save before this one first"
@@ -144,11 +145,11 @@ class CheckpointSaver:
         return None if all(is_copied for _, is_copied in copies) else self.settle()
 
     def poll(self) -> int | None:
-        """Return the checkpoint's step if its save has completed since the last call. See `settle`."""
+        """Return the checkpoint's step if a save has completed since the last call, otherwise None. See `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> int | None:
-        """Wait until the current save is complete. Return its step. Raises DiskSpaceError or CheckpointError."""
+        """Wait for the current save and return its step. Raises DiskSpaceError or CheckpointError if it failed."""
         return self._advance(wait=True)
 
     def abandon(self) -> None:

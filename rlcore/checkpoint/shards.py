@@ -3,17 +3,16 @@
 Each rank writes its shards into separate safetensors files. A reading rank copies its parts from all files.
 The layout follows torch.distributed.checkpoint, which is not used for these reasons:
 - its `.metadata` and its byte items are pickles, which can run code when they are read;
-- its `get_optimizer_state_dict` steps an optimizer that has taken no step (torch 2.13), which changes Adam's bias
-  correction after a resume from the first checkpoint;
+- its `get_optimizer_state_dict` calls `step` on a new optimizer (torch 2.13), which changes Adam's bias correction
+  after a resume from the first checkpoint;
 - its writer reports a full disk as `unexpected pos 576 vs 534`; Millrace raises DiskSpaceError;
-- it is collective, so a rank that fails leaves the others waiting.
+- it is collective, so all other ranks wait if one rank fails.
 
-`CheckpointStore` verifies hashes by the manifest before a rank opens the files. An attacker who can write the folder
-can write its manifest too, so no byte in the folder may be executable.
+`CheckpointStore` verifies the hashes in the manifest before a rank opens the files. An attacker who can write the
+folder can also write the manifest, so no file in the folder may contain code.
 
 Frozen parameters (the base under LoRA adapters) are not saved. `base.json` has the digest, dtype and quantization of
-the base. Weights for another base are refused. `optimizer.json` has the parameter groups and the numeric values of an
-optimizer.
+the base. Adapters of another base are refused. `optimizer.json` has the parameter groups and the numeric state.
 """
 
 import json
@@ -93,8 +92,8 @@ class LocalPart:
 
 
 def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
-    """Return this rank's part of a tensor. Of equal copies, only the copy of rank 0, or of coordinate 0 in a replicated
-    mesh dimension, is written. Raises CheckpointError if a placement is neither Shard nor Replicate."""
+    """Return this rank's part of a tensor. Of equal copies on several ranks, only one is written: on rank 0, or at
+    coordinate 0 of each replicated mesh dimension. Raises CheckpointError if a placement is not Shard or Replicate."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return LocalPart(name, shape, Box((0,) * len(shape), shape), tensor.detach(), rank == 0)
@@ -120,7 +119,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, rank: int) -> Iterator[LocalPart]:
-    """Yield the parts of all tensors of the model and its optimizer that this rank stores."""
+    """Yield this rank's part of each tensor of the model and its optimizer."""
     for name, tensor in model_tensors(model):
         yield local_part(f"model.{name}", tensor, rank=rank)
     if optimizer is None:
@@ -157,7 +156,8 @@ def state_name(name: str, key: str) -> str:
 
 
 def write_parts(directory: Path, parts: Iterable[LocalPart], *, rank: int, world_size: int) -> None:
-    """Write this rank's parts to files of about `MAX_FILE_BYTES`. Raises DiskSpaceError or CheckpointError."""
+    """Write this rank's parts to files of about `MAX_FILE_BYTES`. Raises DiskSpaceError if the disk is full, and
+    CheckpointError if a file cannot be written."""
     for number, group in enumerate(_groups(parts)):
         path = directory / f"rank-{rank:05d}-of-{world_size:05d}-{number:04d}.safetensors"
         # safetensors refuses tensors that share memory, and training may continue during the write.
@@ -242,7 +242,7 @@ class RankShards:
         return copy
 
     def write(self, directory: Path) -> None:
-        """Write the shards into `directory`. Raises DiskSpaceError, and CheckpointError if the disk refuses a write."""
+        """Write the shards into `directory`. See `write_parts` for the errors."""
         try:
             directory.mkdir(exist_ok=True)
         except OSError as reason:
@@ -259,7 +259,7 @@ class RankShards:
 
 @dataclass(frozen=True, slots=True)
 class BaseRecord:
-    """The frozen weights under adapters: the digest (`rlcore.models.lora`), the compute dtype and `model.lora.base`."""
+    """The frozen base of LoRA adapters: its digest, its compute dtype and its setting `model.lora.base`."""
 
     digest: str
     dtype: str
@@ -334,7 +334,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
-    """Return the shards that this rank writes, not yet copied. Raises CheckpointError for an unknown placement."""
+    """Return this rank's shards without copying them. Raises CheckpointError for an unknown placement."""
     rank, world_size = rank_and_world_size()
     parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: published whole, verified before use and pruned by rule. It imports no torch."""
+"""The store of a run's checkpoints, which publishes, verifies, finds and deletes them. This module imports no torch."""
 
 import json
 import logging
@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint, its mismatch with the journal or '', and newer checkpoints that were refused."""
+    """The newest usable checkpoint or None, and the newer checkpoints that were refused. `journal_problem`: the reason
+    why the journal does not match the checkpoint, or ''."""
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[CheckpointInfo, ...]
@@ -73,9 +74,9 @@ class CheckpointStore:
     def writing(
         self, state: TrainerState, metrics: Mapping[str, float], at: Callable[[str], None] = lambda what: None
     ) -> Iterator[Path]:
-        """Publish a checkpoint: yield a folder for the ranks' shards and rename it into place at the end of the block.
-        Metrics that are not finite are left out. `at` is called with the name of each stage. Raises DiskSpaceError
-        without room, and CheckpointError if the folder cannot be written. Errors leave older checkpoints unchanged."""
+        """Publish a checkpoint. Yield a folder for the ranks' shards, and rename the folder at the end of the block.
+        Metrics that are not finite are left out. `at` receives the name of each stage. Raises DiskSpaceError if the
+        disk is full, and CheckpointError if the folder cannot be written. Errors leave older checkpoints unchanged."""
         target = self.path_of(state.step)
         created = datetime.now(UTC).isoformat("T", "microseconds")
         manifest: dict[str, Any] = {
@@ -122,13 +123,13 @@ class CheckpointStore:
         return tuple(deleted)
 
     def set_aside_later(self, step: int) -> None:
-        """Rename intact checkpoints after `step`, since the run continues there and pruning would keep the newest."""
+        """Rename intact checkpoints after `step`, where the run continues. Otherwise, pruning would keep the newest."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
 
     def list(self) -> Sequence[CheckpointInfo]:
-        """Return all checkpoints with a readable manifest, sorted by step and not verified."""
+        """Return all checkpoints with a readable manifest, sorted by step. Their files are not verified."""
         return scan(self.directory).checkpoints
 
     def latest(self, *, verify: bool = True) -> CheckpointInfo | None:
@@ -136,8 +137,8 @@ class CheckpointStore:
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """Find a checkpoint by `last`, `best` or folder name, or None for `start`. Raises CheckpointError for other
-        names."""
+        """Find a checkpoint by `last`, `best` or its folder name. Return None for `start`. Raises CheckpointError if no
+        checkpoint matches."""
         if name == "start":
             return None
         if name in ("last", "best"):
@@ -160,9 +161,9 @@ class CheckpointStore:
         return 0 if found is None else found.step
 
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
-        """Find the newest checkpoint that is intact and fits the journal, otherwise the newest intact checkpoint.
-        Refused checkpoints are logged. If `verify` is false, only the sizes of files are checked. Raises
-        CheckpointError if all checkpoints are broken, or if the settings differ."""
+        """Find the newest intact checkpoint that fits the journal. If none fits, find the newest intact checkpoint.
+        Refused checkpoints are logged. If `verify` is false, only file sizes are checked. Raises CheckpointError if all
+        checkpoints are broken, or if the found checkpoint has other settings."""
         found = self._find(verify=verify)
         while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile
             found = self._find(verify=verify)
@@ -182,15 +183,15 @@ class CheckpointStore:
         return found
 
     def best(self) -> CheckpointInfo | None:
-        """Return the intact checkpoint with the highest score, or None. Of equal scores, the latest one wins."""
+        """Return the intact checkpoint with the highest score, or None. Of equal scores, the latest is preferred."""
         found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
-        """Check the size of each file of a checkpoint and, with `hashes`, every byte once. Raises CheckpointError on
-        damage."""
+        """Check the file sizes of a checkpoint. If `hashes` is true, also check every byte, unless this store has
+        checked them before. Raises CheckpointError if a file is missing or damaged."""
         known = (info.path, info.created)
         verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
         if hashes:

@@ -1,4 +1,4 @@
-"""The model of step 0, its tokenizer, and the folder and settings of its warm start. Imports no torch."""
+"""The initial policy, its tokenizer, and the folder and settings of the warm start. This module imports no torch."""
 
 import math
 import shutil
@@ -36,14 +36,14 @@ MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model",
 
 REWARD = "sft/reward"
 METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
-"""The metrics in the model's manifest, without the prefix `sft/`."""
+"""The metrics of a warm start. The model's manifest has them without the prefix `sft/`."""
 SHOWN = ("reward", "held_out_loss")  # the metrics in the display line of a warm start
 REFERENCE = "reference"
 """The subfolder of a warm start's folder that stores the reference log-probabilities of preference pairs."""
 
 
 def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if SmolLM2 is missing and cannot be converted. `has`: whether a package is installed."""
+    """Raise ModelError if SmolLM2 is missing and cannot be converted. `has(name)`: whether a package is installed."""
     if folder.is_dir():
         return
     file = smollm2_file()

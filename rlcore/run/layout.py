@@ -1,4 +1,4 @@
-"""The folders of a run, the fingerprints of its inputs and its need of disk space. Imports no torch."""
+"""The folders of a run, the fingerprints of its inputs, and its need for disk space. This module imports no torch."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
-"""The suffixes of paths in a run's folder that must be ordinary files."""
+"""The suffixes of files in a run's folder. A path with such a suffix must be an ordinary file."""
 BYTES_PER_WEIGHT = 4  # the size of one exported weight, which is a float32 master weight
 BYTES_PER_TOKEN = 20
 """The compressed bytes of one stored token of a response: id, text, three log-probabilities and advantage."""
@@ -61,7 +61,7 @@ class RunLayout:
         return cls(Path(config.paths.root).resolve(), run_directory(config).resolve())
 
     def require_kinds(self) -> None:
-        """Raise DataError if a path is not the required folder or ordinary file. Opening a FIFO would block."""
+        """Raise DataError if a path in the run's folder is of the wrong kind, such as a FIFO, which blocks readers."""
         folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
         folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]
         problems = [f"{path}: must be a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]

@@ -98,7 +98,7 @@ class PassRates:
 
     @property
     def selected(self) -> tuple[np.ndarray, ...]:
-        """A mask of the selected rows of each data source, whose pass rates are known and inside `pass_rates.keep`. If
+        """A mask for each data source, which is true for rows whose pass rate is known and inside `pass_rates.keep`. If
         `pass_rates.keep` is [0, 1], all rows are selected."""
         low, high = self.settings.keep
         rates = self.counts.rates()
@@ -203,8 +203,8 @@ def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
 
 
 class PassRateMeasurement:
-    """The measurement of the pass rates of one run. `prompts`: loads the initial policy and returns the training
-    prompts. `sample`: returns responses to prompts, from the number of responses and the index of the first prompt."""
+    """The measurement of a run's pass rates. `prompts()`: loads the initial policy and returns the training prompts.
+    `sample(prompts, n, first)`: returns n responses to each prompt. `first`: the index of the first prompt."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The problems of a run: its training and held-out prompts, with the decoder and the scorer of their responses."""
+"""The training and held-out prompts of a run, and the decoder and scorer of the responses."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from rlcore.workers.group import WorkerGroup
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutProblems:
-    """The held-out prompts of a run or suite, and a decoder and scorer of responses. `suite`: a fingerprint or ''."""
+    """The held-out prompts of a run or a suite, and a decoder of responses. `suite`: the suite's fingerprint, or ''."""
 
     config: RunConfig
     validation: tuple[Prompt, ...]
@@ -44,7 +44,8 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read a suite's held-out problems, with its name as data source. Raises DataError if rows are missing."""
+        """Read a suite's held-out problems, whose data source is the suite's name. Raises DataError if rows are
+        missing."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
@@ -56,8 +57,8 @@ class HeldOutProblems:
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """Return the player of episodes in `data.environment`, or None if it is unset. Raises ConfigError if it is
-        unusable."""
+        """Return an object that plays episodes in `data.environment`, or None if the setting is empty. Raises
+        ConfigError if the environment cannot be used, and DataError if only some data sources are chats."""
         if not self.config.data.environment:
             return None
         forms = {is_chat(file) for file in inputs.validation_parquets}

@@ -72,8 +72,8 @@ class Session:
         abandon: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
         is_locked: bool = False,
     ) -> None:
-        """Create a session without opening it. `abandon`: a function that ends the process, called in another thread if
-        a phase or a stop takes too long. `is_locked`: whether this process has inherited the run's lock."""
+        """Create a session without opening it. `abandon`: ends the process. Another thread calls `abandon` if a phase
+        or a stop takes too long. `is_locked`: whether this process has inherited the run's lock."""
         self._is_locked = is_locked
         self._config, self._layout = config, layout
         self._guard = Watchdog(
@@ -216,7 +216,8 @@ class Session:
         return self._current.save_finished()
 
     def record_failure(self, error: Exception, *, fails: bool = True) -> Exception:
-        """Record an error that ends this process. `fails`: the run has failed. See `Watchdog.record_failure`."""
+        """Record an error that ends this process. `fails`: whether the run has failed. See
+        `Watchdog.record_failure`."""
         self._has_failed = fails
         return self._guard.record_failure(error)
 

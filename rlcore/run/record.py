@@ -1,5 +1,5 @@
-"""The record of a run: journal, checkpoints and events. A step is in the journal before its checkpoint is published,
-and a resume truncates the journal to its length at the checkpoint."""
+"""The record of a run: journal, checkpoints and events. A step is written to the journal before its checkpoint is
+published. A resume truncates the journal to its length at the checkpoint."""
 
 import logging
 import time
@@ -68,7 +68,8 @@ class RunRecord:
 
     def restore(self, step: int, journal_bytes: int) -> None:
         """Abandon the current save, and truncate the journal and the responses to a step. Rename intact checkpoints of
-        later steps. Rename validations and exports only at step 0: other repeated steps give the same results."""
+        later steps. At step 0, also rename validations and exports. At later steps, the repeated steps give equal
+        results."""
         self.saves.abandon()
         self.store.set_aside_later(step)
         self.answers.truncate(step)
@@ -82,21 +83,21 @@ class RunRecord:
         self.journal.resume_at(step, journal_bytes)
 
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Record an event in the journal, log it and report it to the flow. The user sees `text` in `data`."""
+        """Record an event in the journal, log it and report it to the flow. `data` must have a `text` for the user."""
         self.journal.append_event(name, step, data)
         log.warning("%s", data["text"])
         self.report({"event": name, "step": step, **data})
 
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
-        """Return the state, with the score of a validation if this score is the best so far."""
+        """Return the state with the score of a validation, or the same state if the score is not a new best score."""
         score = result.metrics().get(HELD_OUT_REWARD)
         if score is None or score <= state.best_metric:
             return state
         return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
-        """Commit the current save and record the end of the run. `is_over`: the run is complete before its last step.
-        In this case, do not wait for the delivery to MLflow."""
+        """Commit the current save and record the end of the run. If `is_over` is true, record the run as finished even
+        before its last step, and do not wait for the delivery to MLflow."""
         try:
             self.saves.settle()
         except Exception as reason:
@@ -172,7 +173,7 @@ class RunEvents:
         )
 
     def cost(self, uses: Sequence[GpuUse]) -> dict[str, float]:
-        """Return the run's cost metrics, with earlier attempts. After a resume, the journal must be truncated first."""
+        """Return the cost metrics over all attempts at the run. After a resume, truncate the journal first."""
         if self._meter is None:
             self._meter = CostMeter(self._record.layout.journal)
         return self._meter.metrics(uses)
@@ -192,7 +193,7 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record the number of responses without a score when the first occurs and each time the number has doubled."""
+        """Record the number of responses without a score when it becomes positive and each time it has doubled."""
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses

@@ -1,4 +1,4 @@
-"""The reinforcement learning of a run: its ranks with their prompts, its training and its validations."""
+"""The reinforcement learning of a run: its workers, its training and its validations."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -206,8 +206,8 @@ class RunTraining(Training):
     def evaluate_checkpoint(
         self, checkpoint: str, name: str, suite: SuiteConfig | None = None, *, step: int | None = None
     ) -> ValidationResult:
-        """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with the same settings.
-        `step`: the step that the result records, by default the checkpoint's."""
+        """Evaluate a checkpoint on all held-out problems or on a suite, or reuse a stored result with the same
+        settings. `step`: the step to record in the result, by default the checkpoint's step."""
         step = self.record.store.step_of(checkpoint) if step is None else step
         result = None if suite is None else self._known_result(step, suite, name)
         result = result or self._known_result(step, suite)

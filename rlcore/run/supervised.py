@@ -1,5 +1,5 @@
 """The warm start, a supervised training that creates the initial policy. A warm start resumes from the journal and
-checkpoints in `warm-starts/warm-start-<fingerprint>`. Runs with the same warm-start settings share its model
+checkpoints in `warm-starts/warm-start-<fingerprint>`. Runs with the same warm-start settings share the model in
 `models/<fingerprint>`."""
 
 import gc
@@ -87,7 +87,8 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return a training step's demonstrations. A random `misdirected_share` of responses answers other problems."""
+        """Return a training step's demonstrations. In a random `misdirected_share`, the response answers another
+        problem."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)
@@ -104,9 +105,9 @@ def add_reference(
     pairs: Sequence[Demonstration],
     report: Callable[[Mapping[str, object]], None],
 ) -> None:
-    """Set the reference log-probabilities of `pairs`, which are computed and stored in `folder` at the first call. The
-    workers must hold the initial policy. `batches`: the pairs of each step in the first epoch, and the held-out pairs.
-    They are packed as in training, so all reward margins of the first step are exactly 0."""
+    """Set the reference log-probabilities of `pairs`. The first call computes and stores them in `folder`. The workers
+    must hold the initial policy. `batches`: the pairs of each step in the first epoch, and the held-out pairs. The
+    packing is the same as in training, so all reward margins of the first step are exactly 0."""
     if read_finished_or_set_aside(folder) is None:
         report({"event": "note", "text": f"computes the reference log-probabilities of {len(pairs):,} pairs"})
         for batch in reversed(batches):  # the last step of the epoch repeats pairs of its first steps
@@ -136,7 +137,7 @@ class SupervisedWorkers(TrainingWorkers):
         """Do nothing, because the engines receive the weights immediately before sampling."""
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the held-out loss, and the sampled reward if it can end the warm start."""
+        """Return the held-out loss. Add the sampled reward if `warm_start.stop_at_reward` is set."""
         self.start()
         with self._guard.phase("testing"):
             metrics = self._trainer.held_out(self._demonstrations.held_out)

@@ -30,7 +30,7 @@ from rlcore.workers.memory_plan import fit_run
 from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"
-"""Value of `holds` during and after a failed step, when the weights belong to no checkpoint."""
+"""The value of `holds` during a step and after a failed step. The weights then belong to no checkpoint."""
 
 
 def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
@@ -173,7 +173,7 @@ class TrainingWorkers:
 
 
 class Training:
-    """A training that saves checkpoints and keeps the last finished step in memory between two calls."""
+    """A training that saves checkpoints. It keeps the last finished step in memory between calls of `train_to`."""
 
     STAGE = "train"
     workers: TrainingWorkers
@@ -195,7 +195,7 @@ class Training:
         return 0 if self._state is None else self._state.step
 
     def train_to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
-        """Train to a step, save checkpoints at chunk ends and at this step, and return the metrics of the last step. If
+        """Train to a step and return the metrics of the last step. Save checkpoints at chunk ends and at `to_step`. If
         `settle` is false, the last checkpoint is written during the next call."""
         state = self._begin()
         if not self.record.room.check(self.record.next_save_bytes).enough:
@@ -316,7 +316,7 @@ class Training:
         """Store the responses of a step. By default this does nothing."""
 
     def _begin_save(self, state: LoopState) -> None:
-        """Begin to save a checkpoint. Its state is complete after the responses of earlier steps are written."""
+        """Begin to save a checkpoint, after the previous save is complete and all responses are written."""
         self.settle_save()
         record = self.record
         settings = self._config.validation

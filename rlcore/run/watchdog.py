@@ -176,7 +176,7 @@ class _Running:
 class Watchdog:
     """A context manager around the workers, which enforces deadlines and records failures. A run must end within
     `runtime.stop_deadline_s` after a stop request. After half of this time, the current step is abandoned if it has not
-    changed the weights yet. `abandon`: reports an error and ends the process, called in another thread."""
+    changed the weights yet. `abandon`: reports an error and ends the process. Another thread calls `abandon`."""
 
     def __init__(
         self,
@@ -217,8 +217,8 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enforce the deadline of a phase inside the `with` block. Raises StepAbandonedError on entry if a stop has
-        been waiting too long and the step has not changed the weights."""
+        """Enforce the deadline of a phase inside the `with` block. Raises StepAbandonedError on entry if a stop was
+        requested too long ago and the step has not changed the weights."""
         self._last_phase = name
         waited = self.stop.seconds_since_request()
         if waited is not None and waited > self._stop_deadline_s / 2 and name in BEFORE_THE_UPDATE:
@@ -322,7 +322,7 @@ def report_and_exit(say: Callable[[], None], code: int) -> NoReturn:
 
 
 def exit_immediately(code: int) -> NoReturn:
-    """End this process and its children without cleanup, except for the process that delivers the journal to MLflow."""
+    """End this process and its children without cleanup. The process that delivers the journal to MLflow continues."""
     _run_with_timeout(FINAL_REPORT_S, sys.stdout.flush)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
