@@ -44,8 +44,7 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read a suite's held-out problems, whose data source is the suite's name. Raises DataError if rows are
-        missing."""
+        """Read a suite's problems, with the suite's name as data source. Raises DataError if rows are missing."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)

@@ -216,8 +216,7 @@ class Session:
         return self._current.save_finished()
 
     def record_failure(self, error: Exception, *, fails: bool = True) -> Exception:
-        """Record an error that ends this process. `fails`: whether the run has failed. See
-        `Watchdog.record_failure`."""
+        """Record an error that ends this process, and return it converted. `fails`: whether the run has failed."""
         self._has_failed = fails
         return self._guard.record_failure(error)
 

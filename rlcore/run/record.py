@@ -68,8 +68,7 @@ class RunRecord:
 
     def restore(self, step: int, journal_bytes: int) -> None:
         """Abandon the current save, and truncate the journal and the responses to a step. Rename intact checkpoints of
-        later steps. At step 0, also rename validations and exports. At later steps, the repeated steps give equal
-        results."""
+        later steps. If the step is 0, also rename validations and exports. Otherwise, repeated steps reproduce them."""
         self.saves.abandon()
         self.store.set_aside_later(step)
         self.answers.truncate(step)

@@ -1,4 +1,4 @@
-"""Stop requests by signal, and the wait for a run's lock, which a stop request ends.
+"""Stop requests by signal, and the wait for a run's lock. A stop request ends this wait.
 
 The rules (docs/operations.md):
 
@@ -7,7 +7,7 @@ The rules (docs/operations.md):
 - A second SIGTERM ends the process immediately only if it comes more than `SAME_REQUEST_S` after the first signal. A
   supervisor may signal the process and then its group, and both signals belong to one request.
 - The kernel sends a signal when the parent process ends (`flows.server.launch`). This signal never counts as a second
-  request. Cancelling a flow signals this process first and ends the flow later, during the save.
+  request. A cancellation signals this process first. The flow ends later, during the save.
 """
 
 import logging

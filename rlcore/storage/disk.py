@@ -19,7 +19,7 @@ CHECKPOINT_SLACK_SHARE = 0.01
 NO_FILES = "that file system can hold no further file, whatever its free bytes: its inodes are used up (df -i)"
 NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
-"""The messages of writers in Rust and C++ (safetensors, torch) about a full disk. They pass no errno."""
+"""Texts in errors of libraries in Rust and C++ (safetensors, torch) about a full disk. These errors have no errno."""
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 PAUSED, RESUMED = "paused_for_disk", "disk_room"  # the events at the start and the end of a wait for disk space
@@ -44,7 +44,7 @@ def size(num_bytes: float) -> str:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path itself or its closest parent that exists."""
+    """Return the path if it exists, otherwise its closest existing parent."""
     path = path.absolute()
     return next(each for each in (path, *path.parents) if each.exists())
 
@@ -75,7 +75,7 @@ def is_out_of_room(error: BaseException | None) -> bool:
 
 
 def find_obstacle(folder: Path) -> Path | None:
-    """Return the file or broken link at the path of a folder or of one of its parents, or None."""
+    """Return the file or broken link that occupies the path of `folder` or of one of its parents, or None."""
     folder = folder.absolute()
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     return None if nearest.is_dir() else nearest

@@ -1,4 +1,4 @@
-"""Functions that read small files, files of JSON lines, and addresses of sqlite files."""
+"""Small files, files of JSON lines, addresses of sqlite files, and names of temporary files."""
 
 import errno
 import hashlib
@@ -65,7 +65,7 @@ def sha256_of(path: Path, num_bytes: int | None = None) -> str:
 
 
 def content_digest(file: Path) -> str:
-    """Return the sha256 of a file. In a process, the file is read again only if its size or change time has changed."""
+    """Return the sha256 of a file. A process reads the file again only if its size or change time has changed."""
     path = file.expanduser().resolve()
     status = path.stat()
     return _digest(path, status.st_size, status.st_ctime_ns)
@@ -85,7 +85,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str) -> T | None:
-    """Return a JSON file as a typed value, or None if it is missing. Raises DataError with `remedy` if damaged."""
+    """Return a JSON file's typed value, or None without the file. Raises DataError with `remedy` if it is damaged."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
@@ -105,8 +105,7 @@ def first_problem(error: Exception) -> str:
 def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
     """Return the SQLAlchemy address of an sqlite file at an absolute path. `scheme` may name a driver.
 
-    SQLAlchemy ends a path at a `?`, so a path that contains `?` is written in sqlite's URI form, with slashes escaped
-    for MLflow.
+    SQLAlchemy ends a path at a `?`, so such a path is written in sqlite's URI form. MLflow needs escaped slashes.
 
     >>> sqlite_address(Path("/why?/mlflow.db"))
     'sqlite:///file:%2Fwhy%3F%2Fmlflow.db?uri=true'
@@ -145,7 +144,7 @@ def temporary_sibling(path: Path) -> Path:
 class LineFile:
     """A file that grows by whole lines, each appended in a single unbuffered write.
 
-    A line for which the disk has no room stays in memory and is written with the next one."""
+    If the disk has no room for a line, the line stays in memory and is written with the next line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -164,7 +163,7 @@ class LineFile:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes on disk, without the lines that remain in memory after a full disk."""
+        """The size of the file on disk. Lines that remain in memory do not count."""
         return os.fstat(self._fd).st_size
 
     def append(self, value: Mapping[str, object]) -> None:
@@ -261,7 +260,7 @@ class LineFile:
 
 
 def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
-    """Yield each complete line from byte `start` on, as its JSON value (None if unreadable) and its end offset."""
+    """Yield the JSON value (None if unreadable) and the end offset of each complete line from byte `start` on."""
     rest, offset = b"", start
     while block := os.pread(fd, READ_BLOCK_BYTES, offset + len(rest)):
         *lines, rest = (rest + block).split(b"\n")

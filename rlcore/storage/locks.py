@@ -21,14 +21,14 @@ from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
 
 POLL_S = 0.1
 BIRTH_TOLERANCE_S = 2.0
-"""The tolerance in seconds of a start time that psutil computes from the time of boot."""
+"""The allowed difference in seconds between two start times that psutil computes for one process."""
 MAX_COMMAND_CHARS = 300
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RUN_LOCK = "run.lock"
 
 
 class FileLock:
-    """One lock by `flock` on one file. The file is kept, because two processes could lock a deleted and a new file.
+    """One lock by `flock` on one file. A release keeps the file: a deleted file and a new file could both be locked.
 
     A forked child closes its copy of the descriptor immediately. A child started by exec gets no copy."""
 
@@ -150,7 +150,7 @@ UNKNOWN_HOLDER = Holder(0, "an unknown host", "another process that has not writ
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Return the holder that a lock file names, or None. The named process may have released the lock since."""
+    """Return the holder that a lock file names, or None. The holder may already have released the lock."""
     try:
         return Holder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -234,7 +234,7 @@ class HeldLock(FileLock):
 
 
 class RunLock(HeldLock):
-    """The lock of a run's folder, which one command holds at a time. A trainer process inherits it by `fileno`."""
+    """The lock of a run's folder, which one command holds at a time. A trainer process can inherit the descriptor."""
 
     def __init__(self, run_dir: Path, *, wait_s: float = 0.0, is_named: bool = True) -> None:
         super().__init__(run_dir / RUN_LOCK, what=f"run {run_dir.name}", wait_s=wait_s, is_named=is_named)

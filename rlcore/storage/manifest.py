@@ -36,7 +36,7 @@ FILE_SHA256 = "file_sha256"
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
 MAX_HASH_THREADS = 8
 SETTLED_NS = 1_000_000_000
-"""The minimum age of a file whose hash is remembered. The file may change twice within one tick of the file system."""
+"""The minimum age of a file whose hash is remembered. A younger file may change without a new time stamp."""
 DAMAGED, LEFT = "damaged", "left"
 """The labels of folders that were set aside: damaged folders, and folders later than the step of a resumed run."""
 
@@ -114,7 +114,7 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERSION) -> int | None:
-    """Return the format version in a directory's file `name` if it is above `known`, otherwise None."""
+    """Return the format version in the file `name` of a directory if the version is above `known`, otherwise None."""
     try:
         version = parse_json(read_ordinary(directory / name))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -170,8 +170,8 @@ def part_directories(directory: Path) -> tuple[Path, ...]:
 
 
 def read_finished(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Return the manifest of an intact published directory, or None if it was never finished. Raises `error` if it is
-    damaged, cannot be read, or has another format version."""
+    """Return the manifest of an intact published directory, or None if it was never finished. Raises `error` if the
+    directory is damaged, cannot be read, or has another format version."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:
         return None
@@ -209,7 +209,7 @@ def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = 
 
 
 def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = DataError) -> Path:
-    """Rename a path to `<name>.<label>.<k>`, log the reason, and return the new path. Raises `error` on a failure."""
+    """Rename a path to `<name>.<label>.<k>`, log the reason, and return the new path. Raises `error` if this fails."""
     names = (path.with_name(f"{path.name}.{label}.{number}") for number in count(1))
     aside = next(name for name in names if not os.path.lexists(name))
     try:

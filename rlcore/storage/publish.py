@@ -27,7 +27,7 @@ from rlcore.storage.manifest import MANIFEST, FileEntry, in_threads, manifest_te
 OWNER = ".owner.lock"
 TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 YOUNG_S = 60.0
-"""A younger temporary folder (in seconds) is never stale. Its creator locks it within microseconds."""
+"""The minimum age in seconds of a stale temporary folder. The creator locks a new folder within microseconds."""
 YOUNG_FILE_S = 3_600.0
 CHECK_INTERVAL_S = 0.001
 _AT_FDCWD = -100
@@ -48,7 +48,7 @@ def published_directory(
     """Yield a temporary folder, and rename it to `target` at the end of the `with` block.
 
     A kill leaves at most a `.tmp-` folder, which `remove_stale_temporaries` removes. If another process publishes
-    `target` during the block, that directory stays, unless `replace` is true. `manifest`: values for `manifest.json`,
+    `target` during the block, its directory is kept unless `replace` is true. `manifest`: values for `manifest.json`,
     which the block may change. `at`: a function that receives the name of each stage. Raises DiskSpaceError if there is
     no room. Raises `error` if `target` cannot be written, or if it exists and is not a finished directory."""
     if not replace:

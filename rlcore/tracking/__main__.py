@@ -47,7 +47,7 @@ def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) ->
 
 
 def wait_until_due(delivery: Delivery, parent_pid: int, seconds: float) -> None:
-    """Wait until the next delivery is due, or until the trainer resumes, ends or is gone."""
+    """Wait until the next delivery is due, or until the trainer resumes, ends or disappears."""
     until, was_gone = time.monotonic() + seconds, os.getppid() != parent_pid
     while time.monotonic() < until:
         if delivery.has_changes() or was_gone != (os.getppid() != parent_pid):

@@ -46,7 +46,7 @@ FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The MLflow store and experiment to which a run is sent, with its tags, `paths.root` and settings in JSON."""
+    """The MLflow store and experiment of a run, and the tags and settings to send there. `root`: `paths.root`."""
 
     uri: str
     experiment: str
@@ -66,7 +66,7 @@ class Attempt:
     destination: Destination
 
     def is_lost(self) -> bool:
-        """Return whether the trainer's process has ended, or False if it is on another host."""
+        """Return whether the trainer's process has ended. For a process on another host, return False."""
         return self.owner.host == socket.gethostname() and self.owner.process() is None
 
 
@@ -102,7 +102,7 @@ class AttemptLog(LineFile):
 
 
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
-    """Return all attempts at a run, oldest first. The end of an active or lost one is None. Skips unreadable lines."""
+    """Return the attempts at a run and their ends, oldest first. A missing end is None. Skip unreadable lines."""
     found: list[tuple[Attempt, End | None]] = []
     path = run_dir / ATTEMPTS_FILE
     if not path.exists():

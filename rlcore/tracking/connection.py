@@ -40,7 +40,7 @@ CLIENT_ENVIRONMENT = {
 
 
 def resolve_uri(config: TrackingConfig, root: Path) -> str:
-    """Return the absolute tracking URI. A relative sqlite path starts at the working directory."""
+    """Return the absolute tracking URI. A relative sqlite path is resolved against the working directory."""
     if config.uri is None:
         return sqlite_address(root.absolute() / "mlflow.db")
     if config.uri.startswith(SQLITE):
@@ -84,8 +84,7 @@ def _locked_database(database: Path) -> Iterator[None]:
 
 
 def _create_store(database: Path) -> None:
-    """Create the tables in a temporary file. MLflow's migrations are not atomic, so a kill would leave an incomplete
-    store."""
+    """Create the store in a temporary file, then rename the file. MLflow's migrations are not atomic."""
     temporary = database.with_name(f".tmp-{database.name}")
     for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
         left.unlink(missing_ok=True)
@@ -151,7 +150,7 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values under their MLflow names. Leave out invalid names, since MLflow would reject all values."""
+    """Return the values with valid names, under their MLflow names. MLflow rejects a request with any invalid name."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 

@@ -1,6 +1,6 @@
-"""The delivery of a run's journal to MLflow. The file `tracking.json` records how many bytes were delivered. If the
-process is killed, it may send a batch twice. MLflow stores the batch once, since the time stamps come from the journal.
-After a resume, the repeated steps are delivered again with new times, and MLflow shows their last values."""
+"""The delivery of a run's journal to MLflow. The file `tracking.json` records how many bytes were delivered. After a
+kill, a batch may be sent twice. MLflow stores the batch once, since the time stamps come from the journal. After a
+resume, the repeated steps are delivered again with new times, and MLflow shows their last values."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ _STATE = TypeAdapter(TrackingState)
 
 
 def read_state(run_dir: Path) -> TrackingState:
-    """Return the stored state of the delivery, or a new one. Raises TrackingError if it cannot be read."""
+    """Return the stored state of the delivery, or a new state. Raises TrackingError if the file cannot be read."""
     path = run_dir / STATE_FILE
     remedy = "move the file away: the journal is then delivered to a new MLflow run"
     try:
@@ -126,7 +126,7 @@ class Delivery(MlflowRun):
     """The delivery of one run to MLflow, for the holder of `delivery_lock`. `sent_bytes`: the bytes sent so far."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read the attempts and the state. `uri`: another store than the run's. Raises TrackingError if this fails."""
+        """Read the attempts and the state. `uri`: replaces the run's store. Raises TrackingError if this fails."""
         attempts = read_attempts(run_dir)
         if not attempts:
             raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")
@@ -143,7 +143,7 @@ class Delivery(MlflowRun):
     def catch_up(self) -> FinalStatus | None:
         """Send all new values and the final status of the newest attempt. Return this status, or None while the attempt
         is active. KILLED can also mean that the trainer disappeared without recording an end. Raises MLflow's errors.
-        The values sent before an error are recorded."""
+        Values that were sent before an error are not sent again."""
         self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
         attempts = read_attempts(self._run_dir)
         try:
@@ -232,7 +232,7 @@ def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """The result of a delivery: the journal bytes that were sent, and the status, or None for an active run."""
+    """The result of a delivery: the number of sent journal bytes, and the run's status (None if the run is active)."""
 
     mlflow_run_id: str
     num_bytes: int

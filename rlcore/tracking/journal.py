@@ -4,7 +4,7 @@
     {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192, ...}}
 
 MLflow, the report and the progress line are derived from the journal. Times are seconds since the epoch, rounded to
-MLflow's milliseconds, so that a replay gives the same points. NaN and infinity are null and named in `nonfinite`."""
+MLflow's milliseconds, so that a replay gives the same points. NaN and infinity are null, and `nonfinite` lists them."""
 
 import logging
 import math
@@ -87,8 +87,8 @@ class Journal(LineFile):
 
 
 class RunJournal(Journal):
-    """The journal of a trainer, with the process that delivers it to MLflow. A trainer first calls `resume_at`, with
-    step 0 and 0 bytes for a new run, then appends. It calls `sync` at each checkpoint, and `finish` at the end."""
+    """The journal of a trainer, with the process that delivers the journal to MLflow. Call `resume_at` first, for a new
+    run with step 0 and 0 bytes. Call `sync` at each checkpoint, and `finish` at the end."""
 
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:
         """Open the journal. `tags` override the run's `lineage_tags`."""
@@ -99,8 +99,8 @@ class RunJournal(Journal):
         self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
-        """Resume from a checkpoint. Later lines are moved to a separate file, and a new attempt starts. A journal
-        that is shorter than at the checkpoint causes a warning."""
+        """Resume from a checkpoint. Move later lines to a separate file, and begin a new attempt. If the journal is
+        shorter than it was at the checkpoint, log a warning."""
         try:
             if self.truncate(journal_bytes) is not None:
                 self._has_begun = False

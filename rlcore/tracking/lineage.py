@@ -1,5 +1,5 @@
-"""The origin of a run, `run.json`: settings, models, stages, command, code and machine. It is written when the run is
-opened, and completed by the stages before training."""
+"""The origin of a run (`run.json`), its tags in MLflow, and the load of its machine. The origin is written when the run
+is opened, and completed by the stages before training."""
 
 import getpass
 import importlib
@@ -46,8 +46,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a run. `models`: the SHA-256 digests of model files by settings key and file name. `command`: empty
-    if unknown. `version`: the version of the file format."""
+    """The settings, models, stages, command, code and machine of a run. `models`: the SHA-256 digests of model files by
+    settings key and file name. `command`: empty if unknown. `version`: the version of the file format."""
 
     settings: RunConfig
     models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ VERSION_REMEDY = "use the version of Millrace that wrote it, or restore it and m
 
 
 def read_origin(run_dir: Path) -> Origin | None:
-    """Return a run's origin, or None without `run.json`. Raises DataError if it is damaged or of another version."""
+    """Read `run.json`, or return None if it is missing. Raises DataError if it is damaged or of another version."""
     return read_document(run_dir / RUN_FILE, _ORIGIN, VERSION_REMEDY)
 
 
@@ -89,8 +89,8 @@ def stage_of(name: str, folder: Path) -> Stage:
 
 
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
-    """Return the git commit of the source, and whether files differ from it. The commit is '' without git or a
-    repository of the source."""
+    """Return the git commit of the source, and whether files differ from the commit. The commit is '' if git is missing
+    or the source is not in a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _is_tracked(folder):
         return "", False
@@ -112,7 +112,7 @@ def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
 def lineage_tags(
     config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. Settings can override tags."""
+    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. The setting `tags` has priority."""
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {
         RUN_ID_TAG: run_id,
@@ -212,7 +212,7 @@ def _gpus(nvml: Any) -> Iterator[tuple[str, int | None]]:
 
 
 def first_gpu() -> tuple[str, int | None] | None:
-    """Return the name and the bytes of the first GPU, or None without one. Nothing is allocated on the GPU."""
+    """Return the name and the bytes of the first GPU, or None if there is no GPU. Nothing is allocated on the GPU."""
     return next(_gpus(_start_nvml()), None)
 
 

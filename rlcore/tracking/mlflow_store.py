@@ -110,8 +110,8 @@ class MlflowStore:
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags of a run. Long values are truncated and marked. Invalid names are left out. The parent of a nested
-        run is not changed, even by a later sweep."""
+        """Set tags of a run, but never change its parent run. Long values are truncated and marked. Tags with invalid
+        names are left out."""
         from mlflow.entities import RunTag
 
         values = {key: value for key, value in accepted_values(tags).items() if key != PARENT_TAG}

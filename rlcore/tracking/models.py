@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Alias = Literal["best", "last"]
 ALIASES: tuple[Alias, ...] = ("best", "last")
 Kind = Literal["checkpoint", "transformers"]
-"""Model types in MLflow. Checkpoints are not copied, since MLflow cannot load shards and optimizer states."""
+"""The model types in MLflow. The files of a checkpoint are not copied, since MLflow cannot load shards."""
 EXTERNAL = "mlflow.model.isExternal"  # MLflow's tag for a model whose files are stored elsewhere
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")  # not copied to the tokenizer's folder
 
@@ -156,8 +156,8 @@ def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[
 
 
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
-    """Tag the `best` and the `last` model of the run. MLflow has aliases only in its registry. If `registered` is set,
-    both also become versions of the registered model `registered`, such as `models:/<registered>@best`."""
+    """Tag the `best` and the `last` model of the run, since MLflow has aliases only in its registry. If `registered` is
+    set, also make both versions of this registered model, with aliases such as `models:/<registered>@best`."""
     for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:
             if alias in model.tags and by_alias.get(alias) not in (None, model.model_id):
@@ -169,13 +169,13 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """Return the id of the logged model behind a version. In a search result, only `source` contains the id."""
+    """Return the id of the logged model of a registered version. In a search result, only `source` has the id."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 
 @contextmanager
 def _global_uri(uri: str) -> Iterator[None]:
-    """Set MLflow's global tracking URI inside the `with` block, since the model registry in a database reads it."""
+    """Set MLflow's global tracking URI inside the `with` block. A model registry in a database uses this URI."""
     import mlflow
 
     is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]

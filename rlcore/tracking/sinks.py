@@ -1,5 +1,5 @@
-"""TensorBoard and Weights & Biases as further trackers, which read the journal from the beginning in the process that
-delivers to MLflow. Their failures never reach the trainer or MLflow."""
+"""TensorBoard and Weights & Biases as additional trackers. The process that delivers to MLflow sends them the journal
+from the beginning. Their failures never affect the trainer or MLflow."""
 
 import logging
 import os
@@ -64,7 +64,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run in Weights & Biases, connected by W&B's environment variables. W&B ignores a step that it already has."""
+    """A run in Weights & Biases, configured by W&B's environment variables. W&B ignores a step that it already has."""
 
     def __init__(self, run_dir: Path, attempt: Attempt) -> None:
         import wandb
@@ -133,7 +133,7 @@ class Sinks:
         self._cursor = 0
 
     def catch_up(self, attempt: Attempt) -> None:
-        """Send the new complete lines of the journal, or the whole journal for a new attempt. Raises OSError if the
+        """Send the new complete lines of the journal. For a new attempt, send the whole journal. Raises OSError if the
         journal cannot be read. Errors of trackers are not raised."""
         if attempt != self._attempt:
             self.close(failed=False)
