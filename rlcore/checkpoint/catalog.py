@@ -181,7 +181,7 @@ def _info(path: Path, step: int) -> CheckpointInfo:
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Rename `path` if no checkpoint can replace it: a file, an unreadable folder, or a folder of a newer format."""
+    """Make way for a new checkpoint: rename `path` if it is a file, is unreadable or has a newer format."""
     if not os.path.lexists(path):
         return
     version = newer_format(path) or newer_format(path, STATE, STATE_VERSION)
@@ -201,7 +201,7 @@ def _is_unreadable(file: Path) -> bool:
 
 
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
-    """Return all checkpoint folders by step, including broken folders. Check sizes, and hashes if requested."""
+    """Return all checkpoint folders by step, including broken folders. Check file sizes, and optionally hashes."""
     catalog = scan(directory)
     verified = [_verified(info, verify_hashes) for info in catalog.checkpoints]
     return tuple(sorted([*verified, *catalog.refusals], key=lambda info: info.step))

@@ -71,7 +71,7 @@ class ShardReader:
         self.tensors: dict[str, StoredTensor] = {}
 
     def __enter__(self) -> Self:
-        """Read all headers. Raises CheckpointError if no shard file exists, or one is damaged or of another format."""
+        """Read all headers. Raises CheckpointError if files are missing, damaged or of another format."""
         with ExitStack() as files:
             try:
                 for path in sorted(self._directory.glob("*.safetensors")):
@@ -139,7 +139,7 @@ _RECORD = TypeAdapter(OptimizerRecord)
 @torch.no_grad()
 def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Load saved tensors into `model`, and into `optimizer` unless it is None. The number of ranks may have changed.
-    Raises CheckpointError if files are missing or damaged, or belong to another model. Then `model` is unusable."""
+    Raises CheckpointError if files are missing, damaged or of another model. After an error, `model` is unusable."""
     rank, _ = rank_and_world_size()
     with ShardReader(directory) as reader:
         parts = list(local_parts(model, None, rank=rank))

@@ -51,8 +51,7 @@ class RankSaver:
         return {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
 
     def copy(self) -> tuple[int, bool]:
-        """Copy this rank's shards to the host if there is memory. Return the shards' bytes, and whether a copy
-        exists."""
+        """Copy this rank's shards to the host if there is memory. Return their bytes, and whether the copy exists."""
         shards = self._shards()
         size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
@@ -78,7 +77,7 @@ class RankSaver:
 
     def is_written(self, *, wait: bool) -> bool:
         """Return whether the shards are written. If `wait` is true, wait for the thread first. If the write failed, the
-        next call raises its DiskSpaceError or CheckpointError."""
+        next call raises the thread's DiskSpaceError or CheckpointError."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():

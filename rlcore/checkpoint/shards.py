@@ -92,7 +92,7 @@ class LocalPart:
 
 
 def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
-    """Return this rank's part of a tensor. Of equal copies on several ranks, only one is written: on rank 0, or at
+    """Return this rank's part of a tensor. Of equal copies, only one is written: on rank 0, or for a DTensor at
     coordinate 0 of each replicated mesh dimension. Raises CheckpointError if a placement is not Shard or Replicate."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)

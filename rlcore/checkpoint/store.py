@@ -123,7 +123,7 @@ class CheckpointStore:
         return tuple(deleted)
 
     def set_aside_later(self, step: int) -> None:
-        """Rename intact checkpoints after `step`, where the run continues. Otherwise, pruning would keep the newest."""
+        """Rename intact checkpoints after `step`, from which the run continues. Pruning would keep the newest."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
@@ -137,8 +137,8 @@ class CheckpointStore:
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """Find a checkpoint by `last`, `best` or its folder name. Return None for `start`. Raises CheckpointError if no
-        checkpoint matches."""
+        """Find a checkpoint by `last`, `best` or folder name. `start` gives None. Raises CheckpointError without a
+        match."""
         if name == "start":
             return None
         if name in ("last", "best"):
@@ -183,7 +183,7 @@ class CheckpointStore:
         return found
 
     def best(self) -> CheckpointInfo | None:
-        """Return the intact checkpoint with the highest score, or None. Of equal scores, the latest is preferred."""
+        """Return the intact checkpoint with the highest score, or None. If scores are equal, return the latest."""
         found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
@@ -191,7 +191,7 @@ class CheckpointStore:
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
         """Check the file sizes of a checkpoint. If `hashes` is true, also check every byte, unless this store has
-        checked them before. Raises CheckpointError if a file is missing or damaged."""
+        already done so. Raises CheckpointError if a file is missing or damaged."""
         known = (info.path, info.created)
         verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
         if hashes:

@@ -58,7 +58,7 @@ def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> N
 
 
 def ensure_configured_model(config: RunConfig) -> Path:
-    """Return the folder of the model at `model.path`. Convert SmolLM2 first. Raises ModelError if this fails."""
+    """Return the folder of the model at `model.path`. Convert SmolLM2 if needed. Raises ModelError if this fails."""
     folder = configured_model(config)
     if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder
@@ -194,7 +194,7 @@ def digests_in(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The initial policy, its metrics and the number of supervised steps. `cached`: the policy already existed."""
+    """The initial policy, its metrics and its number of supervised steps. `cached`: whether it already existed."""
 
     directory: Path
     cached: bool

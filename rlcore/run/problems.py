@@ -98,7 +98,7 @@ class Problems(HeldOutProblems):
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows of a run. Raises DataError if their data sources do not fit the settings of the
+        """Read the filtered rows of a run. Raises DataError if the rows' data sources do not fit the settings of the
         mixture, the suites or the teachers."""
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}

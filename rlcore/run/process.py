@@ -60,7 +60,7 @@ log = logging.getLogger("rlcore.run.process")
 
 
 class Session:
-    """The commands of one run. Use it as a context manager, which holds the run's lock."""
+    """The commands of one run. A session is a context manager, which holds the run's lock."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class Session:
         return self._current.save_finished()
 
     def record_failure(self, error: Exception, *, fails: bool = True) -> Exception:
-        """Record an error that ends this process, and return it converted. `fails`: whether the run has failed."""
+        """Record an error that ends this process. `fails`: whether the run has failed. Return the converted error."""
         self._has_failed = fails
         return self._guard.record_failure(error)
 

@@ -178,8 +178,8 @@ class RunTraining(Training):
             self.record.record_event("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def evaluate(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Evaluate the weights on held-out problems or a suite. Store the result. Raises UnscoredError if nothing is
-        scored."""
+        """Evaluate the weights on held-out problems or a suite. Store the result. Raises UnscoredError if no response
+        has a score."""
         if suite is None:
             result, responses = self.workers.validate(name, step)
             self._require_metrics(result, None)

@@ -87,8 +87,7 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return a training step's demonstrations. A random `misdirected_share` of them has responses to other
-        problems."""
+        """Return a training step's demonstrations. A random `misdirected_share` has responses to other problems."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)

@@ -332,7 +332,7 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
-    """Call `do` in a thread and wait at most `seconds`. Signal handlers may call this: it does not use `threading`."""
+    """Call `do` in a thread and wait at most `seconds`. Signal handlers may call this, since it avoids `threading`."""
     is_done = _thread.allocate_lock()
     is_done.acquire()
 

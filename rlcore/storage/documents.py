@@ -85,7 +85,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str) -> T | None:
-    """Return a JSON file's typed value, or None without the file. Raises DataError with `remedy` if it is damaged."""
+    """Return a JSON file's typed value, or None if it is missing. Raises DataError with `remedy` for a damaged file."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def first_problem(error: Exception) -> str:
 def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
     """Return the SQLAlchemy address of an sqlite file at an absolute path. `scheme` may name a driver.
 
-    SQLAlchemy ends a path at a `?`, so such a path is written in sqlite's URI form. MLflow needs escaped slashes.
+    SQLAlchemy ends a path at a `?`, so a path with `?` is written in sqlite's URI form. MLflow needs escaped slashes.
 
     >>> sqlite_address(Path("/why?/mlflow.db"))
     'sqlite:///file:%2Fwhy%3F%2Fmlflow.db?uri=true'
@@ -174,7 +174,7 @@ class LineFile:
             self._write_pending()
 
     def require_written(self) -> None:
-        """Write the lines that remain in memory after a full disk. Raises DiskSpaceError if some still remain."""
+        """Write the lines that remain in memory after a full disk. Raises DiskSpaceError if lines still remain."""
         with self._lock:
             self._write_pending()
             if self._pending:

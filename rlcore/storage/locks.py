@@ -1,6 +1,6 @@
 """Locks by `flock` on an open file, which the kernel releases when the holder dies.
 
-The package filelock truncates a file that it opens, so a contender would erase the holder's name."""
+The package filelock truncates a file when it opens it, so a waiting process would erase the holder's name."""
 
 import errno
 import fcntl
@@ -150,7 +150,7 @@ UNKNOWN_HOLDER = Holder(0, "an unknown host", "another process that has not writ
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Return the holder that a lock file names, or None. The holder may already have released the lock."""
+    """Return the holder that a lock file names, or None if it names none. The holder may have released the lock."""
     try:
         return Holder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -234,7 +234,7 @@ class HeldLock(FileLock):
 
 
 class RunLock(HeldLock):
-    """The lock of a run's folder, which one command holds at a time. A trainer process can inherit the descriptor."""
+    """The lock of a run's folder, which one command holds at a time. A trainer process can inherit the lock."""
 
     def __init__(self, run_dir: Path, *, wait_s: float = 0.0, is_named: bool = True) -> None:
         super().__init__(run_dir / RUN_LOCK, what=f"run {run_dir.name}", wait_s=wait_s, is_named=is_named)

@@ -28,9 +28,9 @@ Stamp = tuple[int, int, int, int]
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PARTS_KEY = "parts"
-"""The key in the manifest of a mixture with the names of the sibling folders that it combines, in order."""
+"""The manifest key for the ordered names of the sibling folders that a mixture combines."""
 FINGERPRINT = "fingerprint"
-"""The key in a manifest with the name under which the directory was published."""
+"""The manifest key for the name under which the directory was published."""
 FILE_SHA256 = "file_sha256"
 """The manifest key for the SHA-256 digest of the file from which tokenized demonstrations were built."""
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
@@ -38,7 +38,7 @@ MAX_HASH_THREADS = 8
 SETTLED_NS = 1_000_000_000
 """The minimum age of a file whose hash is remembered. A younger file may change without a new time stamp."""
 DAMAGED, LEFT = "damaged", "left"
-"""The labels of folders that were set aside: damaged folders, and folders later than the step of a resumed run."""
+"""The labels of renamed folders: damaged folders, and results of steps that a resumed run repeats."""
 
 log = logging.getLogger(__name__)
 _hashed: dict[Path, list[Stamp]] = {}
@@ -189,8 +189,8 @@ def read_finished(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def read_finished_or_reason(directory: Path, *, error: type[MillraceError] = DataError) -> tuple[Manifest | None, str]:
-    """Return (manifest, '') for an intact directory, (None, reason) for a damaged one, and (None, '') for an unfinished
-    one. Raises `error` if the directory has a newer format, which is not damage."""
+    """Return (manifest, '') for an intact directory, (None, reason) for a damaged directory, and (None, '') for an
+    unfinished directory. Raises `error` if the directory has a newer format, which is not damage."""
     try:
         return read_finished(directory, error=error), ""
     except error as damage:

@@ -41,7 +41,7 @@ REQUEST_LIMITS = {
     "OMP_NUM_THREADS": "1",
 }
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
-"""A run's final status in MLflow. A run with KILLED was stopped or lost, and can be resumed."""
+"""A run's final status in MLflow. A run with the status KILLED was stopped or lost, and can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class AttemptLog(LineFile):
 
 
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
-    """Return the attempts at a run and their ends, oldest first. A missing end is None. Skip unreadable lines."""
+    """Return the attempts at a run with their ends (None if active or lost), oldest first. Skip unreadable lines."""
     found: list[tuple[Attempt, End | None]] = []
     path = run_dir / ATTEMPTS_FILE
     if not path.exists():
@@ -119,7 +119,7 @@ def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
 
 
 class Companion:
-    """The trainer's handle on the process `python -m rlcore.tracking`. It has no effect if tracking is disabled."""
+    """The trainer's handle on the process `python -m rlcore.tracking`. It does nothing if tracking is disabled."""
 
     def __init__(self, run_dir: Path, settings: TrackingConfig) -> None:
         self._run_dir, self._settings = run_dir, settings

@@ -150,7 +150,7 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values with valid names, under their MLflow names. MLflow rejects a request with any invalid name."""
+    """Return the values with valid names, under their MLflow names. MLflow rejects a request with an invalid name."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 

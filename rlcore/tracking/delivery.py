@@ -126,7 +126,7 @@ class Delivery(MlflowRun):
     """The delivery of one run to MLflow, for the holder of `delivery_lock`. `sent_bytes`: the bytes sent so far."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read the attempts and the state. `uri`: replaces the run's store. Raises TrackingError if this fails."""
+        """Read the attempts and state. `uri`: the store, by default the run's. Raises TrackingError if this fails."""
         attempts = read_attempts(run_dir)
         if not attempts:
             raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")

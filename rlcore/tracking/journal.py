@@ -87,8 +87,8 @@ class Journal(LineFile):
 
 
 class RunJournal(Journal):
-    """The journal of a trainer, with the process that delivers the journal to MLflow. Call `resume_at` first, for a new
-    run with step 0 and 0 bytes. Call `sync` at each checkpoint, and `finish` at the end."""
+    """The journal of a trainer, with the process that delivers the journal to MLflow. Call `resume_at` first (for a new
+    run, with step 0 and 0 bytes). Call `sync` at each checkpoint, and `finish` at the end."""
 
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:
         """Open the journal. `tags` override the run's `lineage_tags`."""

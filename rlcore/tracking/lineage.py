@@ -59,7 +59,7 @@ class Origin:
     version: Literal[1] = 1
 
     def write(self, run_dir: Path) -> None:
-        """Write the record into the run's folder."""
+        """Write the origin into the run's folder."""
         shown = replace(self, command=tuple(map(mask_secrets, self.command)))  # the file is uploaded to MLflow
         write_json_atomically(run_dir / RUN_FILE, _ORIGIN.dump_python(shown, mode="json"))
 

@@ -171,7 +171,7 @@ class MlflowStore:
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def log_table(self, run_id: str, file: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Log a table for MLflow's evaluation view, in place of an earlier one. MLflow's `log_table` would append."""
+        """Log a table for MLflow's evaluation view, in place of an earlier table. MLflow's `log_table` would append."""
         self.client.log_dict(run_id, {"columns": columns, "data": rows}, file)
         self.set_tags(run_id, {TABLES_TAG: json.dumps([{"path": file, "type": "table"}])})
 

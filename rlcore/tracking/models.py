@@ -169,7 +169,7 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """Return the id of the logged model of a registered version. In a search result, only `source` has the id."""
+    """Return the id of the logged model of a registered model version. In a search result, only `source` has the id."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 
