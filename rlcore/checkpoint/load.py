@@ -229,8 +229,7 @@ def _state_tensor(
 
 
 def export_checkpoint(info: CheckpointInfo, config: RunConfig, initial_policy: str | Path, target: Path) -> Path:
-    """Write a checkpoint's weights as a transformers directory, using only the CPU. Raises CheckpointError if the
-    checkpoint is damaged, and the errors of `export_transformers`."""
+    """Export a checkpoint's weights on the CPU with `export_transformers`. Raises CheckpointError on damage."""
     verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:

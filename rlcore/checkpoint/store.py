@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint or None, and the newer checkpoints that were refused. `journal_problem`: the reason
-    why the journal does not match the checkpoint, or ''."""
+    """The newest usable checkpoint, its mismatch with the journal (or ''), and the newer checkpoints that were
+    refused."""
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[CheckpointInfo, ...]
@@ -137,8 +137,8 @@ class CheckpointStore:
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """Find a checkpoint by `last`, `best` or folder name. `start` gives None. Raises CheckpointError without a
-        match."""
+        """Find a checkpoint by `last`, `best` or its folder name. Return None for `start`. Raises CheckpointError if no
+        checkpoint matches."""
         if name == "start":
             return None
         if name in ("last", "best"):
