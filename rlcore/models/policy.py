@@ -66,8 +66,8 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer without its hooks, before `shard`, and the operations of the head after the matrix
-        products. torch's limit of 8 graphs is too low."""
+        """Compile each decoder layer without its hooks, and the operations of the head after the matrix products. Call
+        this before `shard`."""
         self._is_compiled = True
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:

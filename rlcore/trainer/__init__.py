@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 EnterPhase = Callable[[str], AbstractContextManager[object]]
-"""A function that returns the context in which a phase of this name runs. To prevent the phase, it raises an error."""
+"""A function that gets the name of a phase and returns the context for the phase. To prevent the phase, it raises an
+error."""
 
 
 class PhaseClock:
