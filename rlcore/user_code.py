@@ -1,10 +1,9 @@
 """The code that settings name as `module:function`: its source files, a copy for each run, and imports from this copy.
 
 The code of a function consists of its module's file, the files that this module imports from the same import folder,
-and data files. Data files are found by strings in these files that contain their relative paths. Files of an installed
-package or of Millrace belong only to the code of that package's own functions. No code is executed, so computed imports
-are not followed. A scoring process imports this module, so pydantic, settings and storage are imported inside
-functions.
+and the data files whose relative paths are strings in these files. Files of an installed package or of Millrace belong
+only to the code of that package's own functions. No code is executed, so computed imports are not followed. A scoring
+process imports this module, so pydantic, settings and storage are imported inside functions.
 """
 
 import ast

@@ -2,10 +2,10 @@
 
 transformers calls the registered `packed_attention`, with a `PackedLayout` for packed tokens and with a mask for
 decoding. The `sdpa` backend runs on every device. It sorts sequences by length, and computes one dense causal attention
-for each group of similar length. Each shared prompt is computed once. The first response to a prompt in a micro-batch
-keeps the whole prompt, and each further response begins with the last token of the prompt. The output of this token
-predicts the first token of the response. Attention uses whole sequences, so the keys and values of the prompt are
-copied to each response."""
+for each group of equal or similar length. Each shared prompt is computed once. The first response to a prompt in a
+micro-batch keeps the whole prompt, and each further response begins with the last token of the prompt. The output of
+this token predicts the first token of the response. Attention uses whole sequences, so the keys and values of the
+prompt are copied to each response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

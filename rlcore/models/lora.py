@@ -60,15 +60,14 @@ class Nf4Linear(nn.Module):
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return the weight in its original type. `gather` returns a buffer on the device, even if it is offloaded."""
+        """Return the weight in its original type. `gather` returns an offloaded buffer as a copy on the device."""
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )
 
 
 def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace each linear layer except the head by an `Nf4Linear`. Only one layer at a time is on the device in
-    full."""
+    """Replace each linear layer except the head by an `Nf4Linear`, so that the device never holds the whole model."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for name in names:
@@ -194,8 +193,7 @@ class AdaptedLinear(nn.Module):
         return output + functional.linear(within * self.scaling, high)
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return W + s B A, summed in float32 and rounded by `stochastic_round`. `gather` returns a tensor
-        unsharded."""
+        """Return W + s B A, summed in float32 and rounded by `stochastic_round`. `gather`: unshards a tensor."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
         weight = base.dequantized(gather) if isinstance(base, Nf4Linear) else gather(base.weight)

@@ -223,8 +223,7 @@ class OffloadedWeights:
 
 
 def compact(tensors: Iterable[Tensor]) -> None:
-    """Move the tensors next to each other in device memory, and release the freed pages. Each tensor object stays
-    valid."""
+    """Move the tensors next to each other in device memory, in place, and release the freed pages (2 or 20 MB each)."""
     waiting = OffloadedWeights(tensors)
     waiting.offload()
     release_cached_memory()

@@ -121,7 +121,7 @@ class CausalPolicy(PackedTrunk):
 
     @property
     def head(self) -> nn.Linear:
-        """The projection to the vocabulary, which may be tied to the embedding."""
+        """The projection to the vocabulary. It may be tied to the embedding."""
         return cast(nn.Linear, self.model.get_output_embeddings())  # type: ignore[no-untyped-call]
 
     def forward(

@@ -82,7 +82,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if `lora.base` is `nf4` and bitsandbytes is not installed. `has`: whether a package is
+    """Raise ModelError if the 4-bit format needs bitsandbytes and it is missing. `has`: whether a package is
     installed."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
@@ -222,8 +222,7 @@ class ModelShape:
         return float(4 * matrices + (6 * self.adapter_parameters(lora) - 2 * first) * num_tokens + attention)
 
     def verl_flops(self, lengths: Iterable[int]) -> float:
-        """Return the number of operations by veRL's formula, which assumes that all weights are trained on all
-        tokens."""
+        """Return the number of operations by veRL's formula. It assumes that all weights are trained on all tokens."""
         sizes = list(lengths)
         return self.update_flops(sizes, num_targets=2 * sum(sizes))
 

@@ -162,8 +162,8 @@ class Carried:
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the response so far as a rollout. `policy_version`: the policy version of the step that continues the
-        response."""
+        """Return the response so far as a rollout of the step that continues the response with version
+        `policy_version`."""
         logprobs = np.frombuffer(self.logprobs, dtype="<f4")
         given = (self.prompt, self.sample_index, self.ids, logprobs, self.finish_reason, policy_version)
         return Rollout(*given, is_cut=self.is_cut, num_stale=len(logprobs))
@@ -273,7 +273,7 @@ class RolloutEngine(Protocol):
         longer. The caller calls `cut.end` for each finished response."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights, named as in transformers and not sharded. Return the names of tensors that differ
+        """Load all weights unsharded, named as in transformers. Return the names of the tensors that differ
         afterwards."""
 
     def sleep(self) -> None:

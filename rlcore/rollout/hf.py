@@ -1,6 +1,5 @@
-"""The start of the configured engine, and a simple reference engine. The reference engine samples from a transformers
-model with one uniform random number per token. Responses to one prompt share the prefill. Finished rows leave the
-batch."""
+"""The function `build_engine`, and a simple reference engine that samples from a transformers model with one uniform
+random number per token. Responses to one prompt share the prefill, and finished rows leave the batch."""
 
 import gc
 import logging

@@ -156,7 +156,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._section = section
         self.timeouts = 0  # number of responses that exceeded the deadline
         self.errors = 0
-        """The number of responses for which the scorer raised an error, returned no finite score, or ended its
+        """The number of responses for which the scorer raised an error, returned no finite score or ended its
         process."""
         self._last_failure = ""
         self._queue: deque[PendingResponse] = deque()
@@ -165,7 +165,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if a new process first scores an empty response. False after such a call took too long or ended two
+        """True if a new process first scores an empty response. False once this took too long or ended two
         processes."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
@@ -208,8 +208,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
-        """Leave failures inside the `with` block out of the counts. No other thread may use the pool during the
-        block."""
+        """Do not count failures inside the `with` block. No other thread may use the pool during the block."""
         before = self.errors, self.timeouts, self._last_failure
         try:
             yield

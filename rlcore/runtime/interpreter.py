@@ -142,8 +142,7 @@ def run_versions(python: str | None) -> dict[str, str]:
 
 
 def trainer_path(python: str) -> list[str]:
-    """Return the import path of the trainer's interpreter, and this process's import path without installed
-    packages."""
+    """Return the import path of the trainer's interpreter, and that of this process without installed packages."""
     found, library = trainer_environment(python), sysconfig.get_path("stdlib")
     own = (
         place

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 EnterPhase = Callable[[str], AbstractContextManager[object]]
-"""A function that gets the name of a phase and returns the context for the phase. To prevent the phase, it raises an
-error."""
+"""A function that gets a phase's name and returns the phase's context. It raises an error to prevent the phase."""
 
 
 class PhaseClock:

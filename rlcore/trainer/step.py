@@ -60,8 +60,7 @@ from rlcore.workers.worker import Worker, WorkerInfo
 
 R = TypeVar("R")
 Draw = Callable[[int, int], Sequence[Demonstration]]
-"""A function that gets the number of demonstrations drawn so far and the step number. It returns the step's
-demonstrations."""
+"""A function that returns a step's demonstrations, given the number drawn so far and the step number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,8 +358,7 @@ class SupervisedTrainer(GroupTrainer):
         self, verb: Callable[..., R], demonstrations: Sequence[Demonstration]
     ) -> tuple[PackedBatch, Sequence[Sequence[int]], list[R]]:
         """Call `verb` on each rank with its demonstrations. Return the batch, the sequences of each rank, and the
-        results. All ranks need the same number of sequences, so copies of the last demonstration are added, without a
-        loss."""
+        results. Copies of the last demonstration, which have no loss, give all ranks the same number."""
         missing = -len(demonstrations) % self._group.world_size
         packed = pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])
         shares = self._assign(packed, packed.num_sequences).whole

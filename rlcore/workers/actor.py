@@ -189,15 +189,14 @@ class Actor(TrainedModel[CausalPolicy]):
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=total)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights under their names in transformers. Matrices have the type `dtype`, except with
-        `model.lora`."""
+        """Yield all weights under their names in transformers. Without `model.lora`, matrices have the type `dtype`."""
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
 def token_logprobs(
     policy: CausalPolicy, micro: MicroBatch[PackedBatch], *, pairs: bool = False, **options: Any
 ) -> TokenLogprobs:
-    """Return the head's results for a micro-batch, or for one of preference pairs. For `options`, see
+    """Return the head's results for a micro-batch, optionally of preference pairs. For `options`, see
     `CausalPolicy.forward`."""
     if pairs:
         micro = replace(micro, host=split_pairs(micro.host))

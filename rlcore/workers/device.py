@@ -1,8 +1,6 @@
-"""The device of a rank, its peak memory, the process group of the ranks, and the configuration of memory allocators.
-
-By default, glibc returns large freed blocks to the system. Mapping and clearing such blocks again took a fifth of a
-small model's step. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths fragment
-them."""
+"""The device of a rank, its peak memory, the process group of the ranks, and the configuration of memory allocators. By
+default, glibc returns large freed blocks to the system. Mapping and clearing such blocks again took a fifth of a small
+model's step. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths fragment them."""
 
 import ctypes
 import os
@@ -81,7 +79,7 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
 
 
 MALLOC_THRESHOLD_BYTES = 1 << 30
-"""glibc keeps free memory at the end of the heap up to this size, and maps larger blocks separately."""
+"""The bytes up to which glibc keeps freed memory at the heap's end. Larger blocks are mapped separately."""
 
 _TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -124,7 +122,7 @@ class OomRetry:
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
     """The peak GPU memory since the process started, in GB of 1e9 bytes, without memory that a sleeping engine has
-    released. `num_retries`: the number of passes repeated for lack of memory. `shortages`: these passes since the last
+    released. `num_retries`: the number of passes that ran out of memory. `shortages`: these passes since the last
     report."""
 
     allocated_gb: float

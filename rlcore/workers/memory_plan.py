@@ -1,6 +1,6 @@
-"""Plans of the GPU memory on one rank in each phase of a step, and the choice of settings that make a run fit. This
-module does not import torch. The bytes of weights, gradients and moments are exact. Activations are estimated as the
-tensors that autograd keeps in a plain or compiled Llama layer, multiplied by a measured factor."""
+"""Plans of the GPU memory on one rank in each phase of a step, and the choice of settings that make a run fit. No part
+imports torch. The bytes of weights, gradients and moments are exact. Activations are estimated as the tensors that
+autograd keeps in a plain or compiled Llama layer, multiplied by a measured factor."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +24,7 @@ ACTIVATION_FACTOR = 1.05
 (`benchmarks/baselines/NVIDIA_H200.json`)."""
 PREFETCHED_LAYERS = 2  # number of layers with gathered weights under FSDP2: the current layer and the prefetched one
 SAMPLING_BYTES = 24
-"""The bytes that the hf engine needs per response and vocabulary entry to sample: two float32 and two float64
-numbers."""
+"""The bytes that the hf engine needs to sample, per response and vocabulary entry: 2 float32 and 2 float64 numbers."""
 FULL, MOMENTS = 4, 8  # bytes of a float32 weight or gradient, and of the two AdamW moments of a weight
 NF4 = 0.5 + 4 / 64  # bytes of a 4-bit weight, with its share of one float32 scale per block of 64
 

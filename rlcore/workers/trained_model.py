@@ -152,8 +152,7 @@ class MicroBatchRunner:
     def token_values(
         self, compute: TokenFunction, batch: PackedBatch, num_micro: int, device: torch.device
     ) -> Float[Tensor, "T ..."]:
-        """Return the values of all tokens in batch order, on the CPU. `compute` returns the values of one
-        micro-batch."""
+        """Return the values of all tokens in batch order, on the CPU. `compute` returns those of one micro-batch."""
 
         def work(parts: Parts) -> Tensor:
             values = [compute(to_device(batch, part, device)) for part in parts]

@@ -167,8 +167,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def lower_limits(self, request_ids: Iterable[str], limit: int) -> None:
-        """End the responses to `request_ids` at `limit` tokens. A response with more tokens ends with its next
-        token."""
+        """End the responses to `request_ids` at `limit` tokens. A longer response ends with its next token."""
         self._end_short_steps()
         for request in [self.requests[name] for name in request_ids if name in self.requests]:
             written = request.num_output_tokens + request.num_output_placeholders
