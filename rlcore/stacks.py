@@ -52,8 +52,7 @@ def close_folder(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """Return the stacks and states of this process and the registered processes, and the states of other
-    descendants."""
+    """Return the stacks and states of this and all registered processes, and the states of unregistered descendants."""
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
     sections = [f"=== trainer, process {os.getpid()} ({_state(os.getpid())})\n{_own_stacks()}"]
     for pid, path in registered.items():

@@ -1,7 +1,6 @@
 """The head: log-probabilities and entropies from hidden states, without the logits of all tokens in memory.
 
-Tokens are processed in chunks. The backward pass computes a chunk's logits again and overwrites them with their
-gradient."""
+Tokens are processed in chunks. The backward pass computes the logits again and overwrites them with their gradient."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ _GPU_BLOCK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The results for n tokens. A result that is not computed is 0. `logprobs`: the log-probability of the target, in
-    nats. `entropy`: in nats. `is_top`: 1 where no token is likelier than the target. `candidates`: log-probabilities of
-    further tokens."""
+    """The results for n tokens. A result that is not computed is 0. `logprobs` and `entropy` are in nats. `is_top`: 1
+    where no token is likelier than the target. `candidates`: log-probabilities of further tokens."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]

@@ -39,7 +39,7 @@ _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer with a frozen 4-bit weight: two codes per byte, a scale per block. The output has the input's
+    """A linear layer with a frozen 4-bit weight: two codes per byte, a scale per block. The output type is the input
     type."""
 
     packed: UInt8[Tensor, "bytes"]
@@ -224,8 +224,8 @@ def _noise(device: torch.device) -> Int[Tensor, "C"]:
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:
     """Add adapters to `policy` in place before `shard`, freeze all other weights, and return `policy`. B is 0, and
-    `seed` alone determines A on every device. Raises ModelError if `lora.target_modules` names no linear layer of the
-    model."""
+    `seed` alone determines A on every device. Raises ModelError if no linear layer is named in
+    `lora.target_modules`."""
     policy.requires_grad_(False)
     policy.base_digest = base_digest(policy.model)
     linear = {

@@ -1,4 +1,4 @@
-"""AdamW and device memory: moments and weights in host memory, asynchronous copies, out-of-memory errors and tensor
+"""AdamW and device memory: moments and weights in host memory, asynchronous copies, memory errors and tensor
 digests."""
 
 import functools
@@ -234,8 +234,7 @@ def digest(tensor: Tensor) -> Int[Tensor, ""]:
     """Return a 64-bit checksum of a tensor, without synchronization.
 
     Each element's bits are multiplied by an odd random number for its position and added modulo 2^64. One changed
-    element always changes the sum. On a CPU, 0 and -0 count as equal, because vLLM's unpacking of matrices loses the
-    sign of 0."""
+    element always changes the sum. On a CPU, 0 and -0 count as equal, because vLLM's unpacking loses the sign of 0."""
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0

@@ -141,8 +141,7 @@ class CausalPolicy(PackedTrunk):
         """Return the log-probability, entropy and top-1 flag of each target, Float32[T], with 0 outside `loss_mask`.
 
         For `shared`, see `build_layout`. Shared tokens must have no loss. Temperature 0 (greedy) counts as 1, as in the
-        engines. Host arrays for `cu_seqlens` and `loss_mask` avoid synchronization. `candidates`: further tokens at
-        each position."""
+        engines. `cu_seqlens` and `loss_mask` on the host avoid synchronization. `candidates`: further tokens."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         found = token_logprobs_and_entropy(
             hidden,

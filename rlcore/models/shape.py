@@ -82,8 +82,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if the 4-bit format needs bitsandbytes and it is missing. `has`: whether a package is
-    installed."""
+    """Raise ModelError if the 4-bit format lacks the package bitsandbytes. `has`: whether a package is installed."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "

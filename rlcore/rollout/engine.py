@@ -273,8 +273,7 @@ class RolloutEngine(Protocol):
         longer. The caller calls `cut.end` for each finished response."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights unsharded, named as in transformers. Return the names of the tensors that differ
-        afterwards."""
+        """Load all weights unsharded, named as in transformers. Return the names of tensors that differ afterwards."""
 
     def sleep(self) -> None:
         """Release memory for training, until the next `update_weights` or `generate`. Repeated calls must be cheap."""

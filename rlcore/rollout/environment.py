@@ -50,8 +50,8 @@ class Environment(Protocol):
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
         """Start the episode, and return an optional first message after the prompt. `row`: the prompt's ground truth
-        with a `seed`, which is the same for all responses to the prompt in a step. A `seed` in the ground truth itself
-        becomes `own_seed`."""
+        with a `seed`, which is the same for all responses to the prompt in a step. A `seed` in the ground truth becomes
+        `own_seed`."""
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
         """Reply to the model's text of one turn."""

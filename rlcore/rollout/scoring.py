@@ -142,9 +142,8 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """Processes that score responses with `scorer`, the name `module:function` of a `Scorer`. If `num_processes` is 0,
-    the calling process scores without a deadline. `section`: the section of the settings that error messages name.
-    `num_logged`: the maximum number of logged errors, and of logged timeouts. Raises ConfigError if the scorer does not
-    exist."""
+    the calling process scores without a deadline. `section`: the settings that error messages name. `num_logged`: the
+    maximum number of logged errors, and of logged timeouts. Raises ConfigError if the scorer does not exist."""
 
     def __init__(
         self, scorer: str, config: RewardConfig, *, section: str = "reward", num_logged: int = _MAX_LOGGED
@@ -156,8 +155,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._section = section
         self.timeouts = 0  # number of responses that exceeded the deadline
         self.errors = 0
-        """The number of responses for which the scorer raised an error, returned no finite score or ended its
-        process."""
+        """The number of responses whose scorer raised an error, returned no finite score or ended its process."""
         self._last_failure = ""
         self._queue: deque[PendingResponse] = deque()
         self._lock = threading.Lock()
@@ -165,8 +163,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if a new process first scores an empty response. False once this took too long or ended two
-        processes."""
+        """True if a new process first scores an empty response. A slow first call, or two fatal first calls, set it to
+        False."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:

@@ -147,7 +147,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         clock: PhaseClock,
     ) -> list[tuple[Rollout, Score, str]]:
         """Play an episode for each request, and return its rollout, score and text. `generate`:
-        `ResponseSampler.generate` with its settings. Raises EngineError if no environment can be started."""
+        `ResponseSampler.generate` with bound settings. Raises EngineError if no environment can be started."""
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):

@@ -199,8 +199,7 @@ def mismatch_metrics(
 def timing_metrics(
     seconds: Mapping[str, float], packed: PackedBatch, *, num_response_tokens: int, num_devices: int
 ) -> Metrics:
-    """Return the seconds of each phase, the time per token, the tokens per second and device, and the used host
-    memory."""
+    """Return the seconds and the time per token of each phase, the throughput per device, and the used host memory."""
     metrics = {f"timing_s/{phase}": value for phase, value in seconds.items()}
     for phase in PER_TOKEN_PHASES:
         if phase in seconds:

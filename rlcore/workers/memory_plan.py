@@ -35,7 +35,7 @@ SHORT_PASS_TOKENS = 8_192
 """The maximum number of tokens in a vLLM pass if the cache cannot hold all responses. A longer pass takes memory from
 the cache: a 7B model in 24 GB took 17.9 s for 512 responses, and 77 s with passes of 32,768 tokens."""
 FREE_SHARE = 0.08
-"""The share of the device that chosen settings leave free for fragmentation (7 to 9% on an H200) and plan errors."""
+"""The share of the device that automatic settings leave free for fragmentation (7 to 9% on an H200) and plan errors."""
 GB = 1e9
 
 S = TypeVar("S", bound=Section)
