@@ -32,7 +32,7 @@ class Rollout(FastPickle):
 
     `response_ids` Int[R] includes the end-of-sequence token if the response ended by itself. `behavior_logprobs`
     Float[R]: the log-probability of each token when it was sampled. `is_sampled` Bool[R]: False for tokens that an
-    environment or a template wrote, which have no loss or advantage. It is None if all tokens were sampled.
+    environment or a template wrote, which have no loss or advantage. `is_sampled` is None if all tokens were sampled.
     `turn_rewards`: for each turn, the index of its last token in `response_ids`, and the reward. `is_cut`: True if
     `rollout.finish_share` cut the response before its end. `num_stale`: the number of leading tokens that the previous
     step sampled. Their policy version is `policy_version - 1`."""

@@ -39,7 +39,7 @@ _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer with a frozen 4-bit weight: two codes per byte, a scale per block. The output type is the input
+    """A linear layer with a frozen 4-bit weight: two codes per byte, a scale per block. The output has the input's
     type."""
 
     packed: UInt8[Tensor, "bytes"]
@@ -193,7 +193,7 @@ class AdaptedLinear(nn.Module):
         return output + functional.linear(within * self.scaling, high)
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return W + s B A, summed in float32 and rounded by `stochastic_round`. `gather`: unshards a tensor."""
+        """Return W + s B A, summed in float32 and rounded by `stochastic_round`. `gather` unshards a tensor."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
         weight = base.dequantized(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
@@ -224,7 +224,7 @@ def _noise(device: torch.device) -> Int[Tensor, "C"]:
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:
     """Add adapters to `policy` in place before `shard`, freeze all other weights, and return `policy`. B is 0, and
-    `seed` alone determines A on every device. Raises ModelError if no linear layer is named in
+    `seed` alone determines A on every device. Raises ModelError if the model has no linear layer of
     `lora.target_modules`."""
     policy.requires_grad_(False)
     policy.base_digest = base_digest(policy.model)

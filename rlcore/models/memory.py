@@ -1,5 +1,4 @@
-"""AdamW and device memory: moments and weights in host memory, asynchronous copies, memory errors and tensor
-digests."""
+"""AdamW and device memory: moments and weights in host memory, asynchronous copies, memory errors, tensor digests."""
 
 import functools
 import logging

@@ -162,8 +162,7 @@ class Carried:
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the response so far as a rollout of the step that continues the response with version
-        `policy_version`."""
+        """Return the response so far as a rollout. `policy_version`: the policy version of the continuing step."""
         logprobs = np.frombuffer(self.logprobs, dtype="<f4")
         given = (self.prompt, self.sample_index, self.ids, logprobs, self.finish_reason, policy_version)
         return Rollout(*given, is_cut=self.is_cut, num_stale=len(logprobs))

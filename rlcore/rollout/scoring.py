@@ -163,8 +163,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if a new process first scores an empty response. A slow first call, or two fatal first calls, set it to
-        False."""
+        """True if new processes first score an empty response. A slow call, or two calls that end their process, unset
+        it."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:
@@ -322,7 +322,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
         """Replace a process that has ended. Its current response is tried once more, because the process may have been
-        killed. A second end counts as an error of the response. During first calls, it disables first calls instead."""
+        killed. A second end counts as an error of the response, or, during a first call, disables first calls."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

@@ -60,7 +60,7 @@ from rlcore.workers.worker import Worker, WorkerInfo
 
 R = TypeVar("R")
 Draw = Callable[[int, int], Sequence[Demonstration]]
-"""A function that returns a step's demonstrations, given the number drawn so far and the step number."""
+"""A function that maps the number of demonstrations drawn so far and the step number to the step's demonstrations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ class SupervisedTrainer(GroupTrainer):
         self, verb: Callable[..., R], demonstrations: Sequence[Demonstration]
     ) -> tuple[PackedBatch, Sequence[Sequence[int]], list[R]]:
         """Call `verb` on each rank with its demonstrations. Return the batch, the sequences of each rank, and the
-        results. Copies of the last demonstration, which have no loss, give all ranks the same number."""
+        results. Copies of the last demonstration without a loss are added, so that all ranks get the same number."""
         missing = -len(demonstrations) % self._group.world_size
         packed = pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])
         shares = self._assign(packed, packed.num_sequences).whole

@@ -1,6 +1,6 @@
-"""Plans of the GPU memory on one rank in each phase of a step, and the choice of settings that make a run fit. No part
-imports torch. The bytes of weights, gradients and moments are exact. Activations are estimated as the tensors that
-autograd keeps in a plain or compiled Llama layer, multiplied by a measured factor."""
+"""Plans of the GPU memory on one rank in each phase of a step, and the choice of settings that make a run fit. This
+module does not import torch. The bytes of weights, gradients and moments are exact. Activations are estimated as the
+tensors that autograd keeps in a plain or compiled Llama layer, multiplied by a measured factor."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -439,7 +439,7 @@ def available_bytes(device: Device) -> int:
 
 
 def with_values(section: S, values: Mapping[str, object]) -> S:
-    """Return a copy of the settings with the new `values`, which have dotted keys. They are not validated."""
+    """Return a copy of the settings with the new `values`, which have dotted keys. The values are not validated."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         section = section.model_copy(

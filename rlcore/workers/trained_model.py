@@ -201,8 +201,8 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """The optimizer steps before the first non-finite step, whose error is `failure`. Their number is equal on all
-    ranks."""
+    """The optimizer steps before the first non-finite step, whose error is `failure`. All ranks have the same number of
+    steps."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None
