@@ -163,8 +163,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if new processes first score an empty response. A slow call, or two calls that end their process, unset
-        it."""
+        """True if new processes first score an empty response. False if such calls were too slow or ended processes."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:

@@ -314,8 +314,8 @@ def run_teachers(
     num_micro: int,
     chosen: Sequence[int],
 ) -> Float[Tensor, "T ..."]:
-    """Call `run` with each teacher and its responses. Return the values in batch order. Response i has teacher
-    `chosen[i]`."""
+    """Call `run` with each teacher and its responses. Return the values in batch order. `chosen[i]`: response i's
+    teacher."""
     pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(teachers))]
     values = [run(teachers[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine]
     return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])
