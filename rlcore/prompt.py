@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ROWS_PER_SOURCE = 1_000_000_000
-"""The range of prompt ids for one data source of a mixture, which is larger than any number of rows."""
+"""The number of prompt ids for each data source of a mixture. No source has so many rows."""
 
 
 class FastPickle:

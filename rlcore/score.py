@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 REWARD, HELD_OUT_REWARD = "reward", "val/reward"
-"""The metrics that trackers show first: the mean score of a training step, and of the held-out problems."""
+"""The metrics that trackers show first: the mean score of the responses in a training step or a validation."""
 FULL_SCORE = 1.0
-"""The score of a correct response if the scorer has no part `correct`."""
+"""The score of a correct response, for a score without a part `correct`."""
 _ROUNDING = 1e-9
 
 
@@ -15,8 +15,8 @@ _ROUNDING = 1e-9
 class Score:
     """The score of one response. `total` is the reward, and `parts` are its named components (format, correct, ...).
 
-    `said`: the extracted answer in a canonical form (`1000` for `1,000`), for `maj_at_k`. `failure`: the reason why the
-    scoring pool has no score. Statistics do not use such a score."""
+    `said`: the extracted answer in a canonical form (`1000` for `1,000`), which `maj_at_k` compares. `failure`: the
+    reason why the response could not be scored. Statistics exclude a score with a failure."""
 
     total: float
     parts: Mapping[str, float]

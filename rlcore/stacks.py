@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 FOLDER_VARIABLE = "MILLRACE_STACKS"
-"""The environment variable with the folder of the stack files. Without this variable no process registers."""
+"""The environment variable that names the folder of the stack files. Without this variable no process registers."""
 DUMP_SIGNAL = signal.SIGUSR2
 DUMP_TIMEOUT_S = 3.0
 """The seconds that a process has for writing its stacks."""
@@ -52,7 +52,7 @@ def close_folder(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """Return the stacks and states of this and all registered processes, and the states of other descendants."""
+    """Return the stacks and states of this and all registered processes, and the states of unregistered descendants."""
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
     sections = [f"=== trainer, process {os.getpid()} ({_state(os.getpid())})\n{_own_stacks()}"]
     for pid, path in registered.items():
@@ -102,7 +102,7 @@ def _stack(pid: int, path: Path) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Return whether the process has the file open. An earlier process with the same id may have registered."""
+    """Return whether the process has the file open. If not, an earlier process with the same id may have written it."""
     try:
         return any(path.samefile(file.path) for file in psutil.Process(pid).open_files())
     except (psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""The states of a training step, each as a frozen dataclass.
+"""The data of a training step, in frozen dataclasses.
 
 Legend: P prompts, G responses to each prompt, N = P x G sequences, T tokens of all concatenated sequences, V
 vocabulary. The prompt `p0 p1` and the response `a b c` fill the flat tensors in this way:
@@ -32,10 +32,10 @@ class Rollout(FastPickle):
 
     `response_ids` Int[R] includes the end-of-sequence token if the response ended by itself. `behavior_logprobs`
     Float[R]: the log-probability of each token when it was sampled. `is_sampled` Bool[R]: False for tokens that an
-    environment or a template wrote, which have no loss or advantage. None: all were sampled. `turn_rewards`: for each
-    turn, the index of its last token in `response_ids`, and the reward. `is_cut`: `rollout.finish_share` ended the step
-    early. `num_stale`: the number of leading tokens that the previous step sampled. Their policy version is
-    `policy_version - 1`."""
+    environment or a template wrote, which have no loss or advantage. `is_sampled` is None if all tokens were sampled.
+    `turn_rewards`: for each turn, the index of its last token in `response_ids`, and the reward. `is_cut`: True if
+    `rollout.finish_share` cut the response before its end. `num_stale`: the number of leading tokens that the previous
+    step sampled. Their policy version is `policy_version - 1`."""
 
     prompt: Prompt
     sample_index: int
@@ -101,9 +101,10 @@ class PackedBatch:
 class TrainBatch:
     """A packed batch with all inputs of an update, each Float[T] and 0 where `loss_mask` is False.
 
-    `old_logprobs` is None if the batch gets only one update. `importance_weights` is 1 without a correction, and 0
-    where a token has no policy loss. `covariance_rank`: the share of tokens with a larger covariance, 1 where
-    `loss_mask` is False. `teacher_top_ids` and `teacher_top_logprobs` [T, k]: the teacher's k likeliest tokens."""
+    `old_logprobs` is None if the batch gets only one update. `importance_weights` is 1 without a correction, and 0 for
+    a token that is excluded from the policy loss. `covariance_rank`: the share of the mini-batch's tokens whose
+    `token_covariance` is larger, and 1 where `loss_mask` is False. `teacher_top_ids` and `teacher_top_logprobs` [T, k]:
+    the teacher's k likeliest tokens."""
 
     packed: PackedBatch
     old_logprobs: Float[Tensor, "T"] | None

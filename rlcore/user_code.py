@@ -1,9 +1,9 @@
 """The code that settings name as `module:function`: its source files, a copy for each run, and imports from this copy.
 
-The code of a function is its module's file, the files of the same import folder that it imports, and the data files
-whose relative paths are strings in these files. The files of an installed package or of Millrace count only for
-functions of this package. No code is executed, so computed imports are not followed. A scoring process imports this
-module, so pydantic, settings and storage are imported inside functions.
+The code of a function consists of its module's file, the files that this module imports from the same import folder,
+and the data files whose relative paths are strings in these files. Files of an installed package or of Millrace belong
+only to the code of that package's own functions. No code is executed, so computed imports are not followed. A scoring
+process imports this module, so pydantic, settings and storage are imported inside functions.
 """
 
 import ast
@@ -110,7 +110,7 @@ class Code:
                 shutil.copyfile(path, written / name)
 
     def _other_sources(self) -> Iterator[tuple[str, Path]]:
-        """Yield package files that no source file imports by name. Code may import them by a computed name."""
+        """Yield package files that no source file imports by name. Code may import such a file by a computed name."""
         for name, source in self.sources.items():
             top, _, file = name.partition("/")
             if file == "__init__.py" and top not in MILLRACE_PACKAGES:
@@ -267,11 +267,10 @@ def run_code(folder: Path) -> Iterator[None]:
 
 
 def import_from(folder: Path | None) -> None:
-    """Import user modules from the copy in `folder`, or from the original files if `folder` is None. Child processes do
-    the same.
+    """Import user modules from the copy in `folder`, or from the original files if `folder` is None.
 
-    Imported modules that a copy contains are removed from `sys.modules`, so that their next import reads the right
-    file."""
+    The choice also holds for child processes. Imported modules that a copy contains are removed from `sys.modules`, so
+    that their next import reads the right file."""
     before = os.environ.pop(FOLDER_VARIABLE, None)
     for name in {*_modules_in(before), *_modules_in(folder)} & sys.modules.keys():
         del sys.modules[name]

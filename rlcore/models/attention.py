@@ -1,10 +1,11 @@
 """Packed attention, where a token attends only to earlier tokens of the same sequence, without a [T, T] mask.
 
 transformers calls the registered `packed_attention`, with a `PackedLayout` for packed tokens and with a mask for
-decoding. The `sdpa` backend runs on every device, with one dense causal attention for each group of sequences, which
-are sorted by length. Each shared prompt is computed once: the first response to a prompt in a micro-batch keeps the
-whole prompt, and each further response begins with the last token of the prompt, whose output predicts the first token
-of the response. Attention uses whole sequences, so the keys and values of the prompt are copied to each response."""
+decoding. The `sdpa` backend runs on every device. It sorts sequences by length, and computes one dense causal attention
+for each group of equal or similar length. Each shared prompt is computed once. The first response to a prompt in a
+micro-batch keeps the whole prompt, and each further response begins with the last token of the prompt. The output of
+this token predicts the first token of the response. Attention uses whole sequences, so the keys and values of the
+prompt are copied to each response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from rlcore.models.kernels import KERNELS, Backend
 from rlcore.models.memory import to_device
 
 Array: TypeAlias = Tensor | np.ndarray[Any, Any]
-"""A tensor, or a numpy array, which FSDP does not move to the device. Its values can be read without waiting."""
+"""A tensor or a numpy array. FSDP does not move a numpy array to the device, so reading its values never waits."""
 
 # With more distinct lengths, kernel launches cost more than padding.
 _MAX_EXACT_LENGTHS = 48
@@ -38,8 +39,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """A mapping from the c computed tokens to the T tokens of a batch. One computed token stands for equal tokens of a
-    prompt."""
+    """A mapping from the c computed tokens to the T tokens of a batch. Shared tokens of a prompt are computed once."""
 
     places: Int[Tensor, "T"]  # computed token of each token, in attention order
     first_tokens: Int[Tensor, "c"]  # first token of each computed token
@@ -49,7 +49,7 @@ class SharedPrompts:
     cu_seqlens: Int[Tensor, "N_plus_1"]  # int32, bounds of the sequences among the computed tokens
 
     def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
-        """Copy the row of each computed token to all tokens that it stands for."""
+        """Copy the row of each computed token to all tokens that the computed token stands for."""
         order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
         found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found
@@ -74,8 +74,8 @@ class _Expand(torch.autograd.Function):
 
 
 def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return four arrays: the computed tokens of a batch, Int[c]; each token's index among them, Int[T]; the tokens
-    that are not computed, Int[d]; and their columns in `SharedPrompts.duplicates`, Int[d]."""
+    """Return the computed tokens Int[c], the position of each token among these Int[T], the tokens that are not
+    computed Int[d], and the column of each such token in `SharedPrompts.duplicates` Int[d]."""
     lengths, indices = np.diff(bounds), np.arange(len(shared))
     first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
     sequence = np.repeat(indices, lengths)
@@ -90,8 +90,8 @@ def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArra
 
 @dataclass(frozen=True, slots=True)
 class LengthGroup:
-    """The sequences of one dense attention call, the tokens `start` to `stop` in sorted order. `slots` Int[stop -
-    start]: the index of each token among `num_sequences` x `length` padded positions, empty for equal lengths."""
+    """The sequences of one dense attention call: the tokens `start` to `stop` in sorted order. `slots` Int[stop -
+    start]: the position of each token after padding all sequences to `length`. It is empty for equal lengths."""
 
     start: int
     stop: int
@@ -123,8 +123,9 @@ class PackedLayout:
 def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
-    """Return the layout of the sequences with the bounds `cu_seqlens`. Bounds on the host avoid waiting for the device.
-    `shared` Int[N]: the number of leading tokens shared with the nearest earlier sequence whose entry is 0."""
+    """Return the layout of the sequences with the bounds `cu_seqlens`. With bounds on the host, the call does not wait
+    for the device. `shared` Int[N]: the number of leading tokens that each further response shares with the first
+    response to the prompt, and 0 for a first response."""
     bounds = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
     longest = max(lengths, default=0)
@@ -170,7 +171,7 @@ def build_layout(
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group sequences of equal length, or of equal rounded length if there are too many. `lengths` is sorted."""
+    """Group sequences of equal length, or of equal rounded length if the lengths are too many. `lengths` is sorted."""
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0
@@ -228,7 +229,7 @@ def _kernel_attention(
 
 
 ATTENTION_NAME = "millrace_packed"
-"""The name of the packed attention in transformers, which builds no mask for a name without a mask function."""
+"""The name of the packed attention in transformers. No mask function has this name, so transformers builds no mask."""
 
 
 def packed_attention(
@@ -244,9 +245,9 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B L Hq D"], None]:
-    """Compute the attention of one layer for transformers, with the mask if there is no layout. With a layout, B is 1,
-    and both L and S count the computed tokens. Raises ModelError if the model caps scores, adds attention sinks or uses
-    dropout."""
+    """Compute the attention of one layer for transformers. `attention_mask` is used only without `packed_layout`. With
+    a layout, B is 1, and L and S are both the number of computed tokens. Raises ModelError if the model caps scores,
+    adds attention sinks or uses dropout."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(
             f"model.path: {type(module).__name__} caps attention scores or adds attention sinks, which the packed "
@@ -294,7 +295,7 @@ def _masked_attention(
 def _sdpa_by_length(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float | None, window: int | None
 ) -> Tensor:
-    """Compute one dense causal attention for each length group: [1, T, Hq, D]."""
+    """Return the attention [1, T, Hq, D], from one dense causal call for each length group."""
     num_heads = query.shape[1]
     key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
     # One split, since the gradient of a slice fills the whole tensor with zeros.

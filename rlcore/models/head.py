@@ -1,7 +1,6 @@
 """The head: log-probabilities and entropies from hidden states, without the logits of all tokens in memory.
 
-Tokens are processed in chunks. The backward pass computes a chunk's logits again and overwrites them with their
-gradient."""
+Tokens are processed in chunks. The backward pass computes the logits again and overwrites them with their gradient."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ _GPU_BLOCK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The results for n tokens. A result that is not computed is 0. `logprobs`: of the target, in nats. `entropy`: in
-    nats. `is_top`: 1 where no token is likelier. `candidates`: the log-probabilities of further tokens."""
+    """The results for n tokens. A result that is not computed is 0. `logprobs` and `entropy` are in nats. `is_top`: 1
+    where no token is likelier than the target. `candidates`: log-probabilities of further tokens."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]
@@ -136,7 +135,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def float32_logits(hidden: Float[Tensor, "n H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "n V"]:
-    """Compute hidden weight^T in float32, on CUDA from the matrix unit's float32 accumulators."""
+    """Compute hidden weight^T in float32. On CUDA, the float32 sums are returned without rounding to bfloat16."""
     if hidden.dtype != torch.float32 and hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return torch.mm(hidden, weight.t()).float()
@@ -232,6 +231,6 @@ def _slices(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield short ranges of rows, which limit the memory of temporary tensors."""
+    """Yield short ranges of rows. Temporary tensors of one range need little memory."""
     elements = _CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     return _slices(len(logits), max(1, elements // logits.shape[1]))

@@ -1,4 +1,5 @@
-"""Resolution of model paths to local directories or models on the Hugging Face hub, without torch."""
+"""Resolution of model paths to local directories or to models on the Hugging Face hub, and reading of model files. This
+module does not import torch."""
 
 import json
 from collections.abc import Callable, Iterable

@@ -36,8 +36,8 @@ class AttentionChoice:
 def choose_attention(
     requested: Literal["auto", "flash_attn", "varlen", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionChoice:
-    """Return the requested attention backend, or for "auto" the first of flash_attn, varlen and sdpa that runs here.
-    Raises ModelError if the requested backend does not support this device, compute type or head size."""
+    """Return the requested attention backend, or for "auto" the first of flash_attn, varlen and sdpa that this machine
+    supports. Raises ModelError if the requested backend does not support this device, compute type or head size."""
     if requested == "sdpa":
         return AttentionChoice("sdpa", "requested by model.attention")
     refused: list[str] = []
@@ -73,7 +73,8 @@ def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An attention kernel. `no_window`: the argument for an unbounded window. `supports_gqa`: torch >= 2.12."""
+    """An attention kernel. `no_window`: the value that disables its sliding window. `supports_gqa`: True if it has
+    `enable_gqa` (torch >= 2.12)."""
 
     function: Callable[..., Any]
     module: str
@@ -106,8 +107,8 @@ def _load_kernel(name: Backend) -> str:
 
 
 def flash_package(capability: int) -> str:
-    """Return the flash-attn module for this major compute capability: version 3, else 2, else 4 (a pre-release). Raises
-    ImportError with the error of each version."""
+    """Return the flash-attn module for a major compute capability. Version 3 is tried first, then 2, then the
+    pre-release 4. Raises ImportError with the error of each version."""
     problems = []
     for module in (_FLASH_3, _FLASH_2, _FLASH_4):
         if capability in _CAPABILITIES.get(module, (capability,)):

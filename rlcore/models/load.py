@@ -36,9 +36,9 @@ _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.
 
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
-    """Load a policy in training mode. Its weights are float32, or with `model.lora` have the compute type or 4 bits.
-    Code in the model's directory is not run. Raises ModelError if the path, weights, architecture, attention backend or
-    4-bit package is unusable."""
+    """Load a policy in training mode. Its weights are float32. With `model.lora`, the base weights have the compute
+    type or 4 bits. Code in the model's directory is not run. Raises ModelError if the path, weights, architecture,
+    attention backend or 4-bit package is unusable."""
     lora = model.lora
     require_base(lora)
     dtype = torch.float32 if lora is None else compute_dtype(model, device)
@@ -47,8 +47,8 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
-    """Load a float32 value model in training mode, with a policy's decoder and a zero head. Raises ModelError if
-    unusable."""
+    """Load a float32 value model in training mode: a policy's decoder with a zero head. Raises ModelError under the
+    conditions of `load_policy`."""
     causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, causal.base_model)
     return _finish_loading(ValueModel(trunk, model, compute_dtype(model, device)), path, model)
@@ -146,7 +146,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def _require_faithful(model: PreTrainedModel, path: str) -> None:
-    """Raise ModelError if an untested architecture gives other results for packed sequences than for single ones."""
+    """Raise ModelError if an untested architecture computes packed sequences differently from single sequences."""
     kind = model.config.model_type
     if kind in TESTED:
         return

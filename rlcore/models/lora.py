@@ -32,7 +32,7 @@ from rlcore.models.policy import CausalPolicy
 _BASE = ".base_layer."
 ADAPTERS = (".lora_A.", ".lora_B.")
 BLOCK = 64
-"""The number of weights in a block, which has one scale. Blocks follow each other along the rows of a matrix."""
+"""The number of weights in a block. Each block has one scale. A block contains consecutive weights in row order."""
 # The number of blocks quantized together: 17 million weights, whose float32 temporaries take 300 MB.
 _CHUNK = 1 << 18
 _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two in a byte
@@ -60,14 +60,14 @@ class Nf4Linear(nn.Module):
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return the weight in its original type. `gather` returns a buffer on the device, even if it is offloaded."""
+        """Return the weight in its original type. `gather` returns an offloaded buffer as a copy on the device."""
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )
 
 
 def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace each linear layer except the head, one at a time, so that the device never holds the whole model."""
+    """Replace each linear layer except the head by an `Nf4Linear`, so that the device never holds the whole model."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for name in names:
@@ -193,7 +193,7 @@ class AdaptedLinear(nn.Module):
         return output + functional.linear(within * self.scaling, high)
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return W + s B A, summed in float32 and rounded by `stochastic_round`. `gather` returns a whole tensor."""
+        """Return W + s B A, summed in float32 and rounded by `stochastic_round`. `gather` unshards a tensor."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
         weight = base.dequantized(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
@@ -224,8 +224,8 @@ def _noise(device: torch.device) -> Int[Tensor, "C"]:
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:
     """Add adapters to `policy` in place before `shard`, freeze all other weights, and return `policy`. B is 0, and
-    `seed` alone determines A on every device. Raises ModelError if `lora.target_modules` names no linear layer of the
-    model."""
+    `seed` alone determines A on every device. Raises ModelError if the model has no linear layer of
+    `lora.target_modules`."""
     policy.requires_grad_(False)
     policy.base_digest = base_digest(policy.model)
     linear = {
@@ -280,7 +280,7 @@ def without_adapters(policy: CausalPolicy) -> Iterator[None]:
 
 
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters with adapters merged, under their plain names. `gather`: returns a whole parameter."""
+    """Yield the parameters with adapters merged, under their plain names. `gather` returns a parameter unsharded."""
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None

@@ -1,5 +1,4 @@
-"""AdamW and device memory: moments and weights in host memory, asynchronous copies, out-of-memory errors and tensor
-digests."""
+"""AdamW and device memory: moments and weights in host memory, asynchronous copies, memory errors, tensor digests."""
 
 import functools
 import logging
@@ -94,7 +93,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         return host_memory(parameter, dtype, pinned=local_tensor(parameter).device.type == "cuda")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer state, whose moments must be in host memory. torch would copy them to the device."""
+        """Load the optimizer state without moving its moments, which must be in host memory, to the device."""
         states: Mapping[int, Mapping[str, Any]] = state_dict["state"]
         rest = {number: {k: v for k, v in state.items() if k not in MOMENTS} for number, state in states.items()}
         super().load_state_dict({**state_dict, "state": rest})
@@ -124,7 +123,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a copy of `local` as a tensor like `parameter`. If that is a DTensor, `local` is this rank's shard."""
+    """Return a copy of `local` as a tensor like `parameter`. For a DTensor, `local` is this rank's shard."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy
@@ -176,7 +175,7 @@ def release_cached_memory() -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor on the device in `dtype`. Pinned memory avoids waiting for the device."""
+    """Return the tensor on the device in `dtype`. A copy to a GPU is asynchronous, from pinned memory."""
     found = tensor if dtype is None else tensor.to(dtype)
     if device.type != "cuda" or found.is_cuda:
         return found.to(device)
@@ -223,7 +222,7 @@ class OffloadedWeights:
 
 
 def compact(tensors: Iterable[Tensor]) -> None:
-    """Move the tensors next to each other in device memory in place, and release the freed pages of 2 or 20 MB."""
+    """Move the tensors next to each other in device memory, in place, and release the freed pages (2 or 20 MB each)."""
     waiting = OffloadedWeights(tensors)
     waiting.offload()
     release_cached_memory()
@@ -234,8 +233,7 @@ def digest(tensor: Tensor) -> Int[Tensor, ""]:
     """Return a 64-bit checksum of a tensor, without synchronization.
 
     Each element's bits are multiplied by an odd random number for its position and added modulo 2^64. One changed
-    element always changes the sum. On a CPU, 0 and -0 count as equal, because vLLM's unpacking of matrices loses the
-    sign of 0."""
+    element always changes the sum. On a CPU, 0 and -0 count as equal, because vLLM's unpacking loses the sign of 0."""
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0

@@ -64,9 +64,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
-    """Set when FSDP2 gathers weights in the next micro-batch of an update. With `once` (ZeRO-1), weights stay gathered
-    until the last micro-batch (`is_last`), which reduces the accumulated gradients. Without `once`, each pass gathers
-    and reduces."""
+    """Choose when FSDP2 gathers weights in the next micro-batch of an update. With `once` (ZeRO-1), weights stay
+    gathered until the last micro-batch (`is_last`), which reduces the accumulated gradients. Without `once`, each pass
+    gathers weights and reduces gradients."""
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
     model.set_reshard_after_forward(not once)
     model.set_reshard_after_backward(is_last)

@@ -66,8 +66,8 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer without its hooks, before `shard`, and the operations of the head after the matrix
-        products. torch's limit of 8 graphs is too low."""
+        """Compile each decoder layer without its hooks, and the operations of the head after the matrix products. Call
+        this before `shard`."""
         self._is_compiled = True
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
@@ -121,7 +121,7 @@ class CausalPolicy(PackedTrunk):
 
     @property
     def head(self) -> nn.Linear:
-        """The projection to the vocabulary, which may be tied to the embedding."""
+        """The projection to the vocabulary. It may be tied to the embedding."""
         return cast(nn.Linear, self.model.get_output_embeddings())  # type: ignore[no-untyped-call]
 
     def forward(
@@ -141,8 +141,7 @@ class CausalPolicy(PackedTrunk):
         """Return the log-probability, entropy and top-1 flag of each target, Float32[T], with 0 outside `loss_mask`.
 
         For `shared`, see `build_layout`. Shared tokens must have no loss. Temperature 0 (greedy) counts as 1, as in the
-        engines. Host arrays for `cu_seqlens` and `loss_mask` avoid synchronization. `candidates`: further tokens at
-        each position."""
+        engines. `cu_seqlens` and `loss_mask` on the host avoid synchronization. `candidates`: further tokens."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         found = token_logprobs_and_entropy(
             hidden,

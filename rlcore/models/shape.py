@@ -1,5 +1,5 @@
-"""The sizes of a decoder, counts of its parameters and operations, and peak speeds of GPUs, without torch. The counts
-are valid for Llama, Mistral, Qwen2 and Qwen3 in transformers."""
+"""The sizes of a decoder, counts of its parameters and operations, peak speeds of GPUs, and checks of model files. This
+module does not import torch. The counts are valid for Llama, Mistral, Qwen2 and Qwen3 in transformers."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from rlcore.errors import ModelError
 from rlcore.models.hub import config_file
 
 NUM_WORDS = 13
-"""The number of arithmetic tokens that are not integers: padding, end, unknown and ten operators."""
+"""The number of tokens of the arithmetic tokenizer that are not integers: padding, end, unknown and ten operators."""
 TRAINABLE = (
     f"Supported are dense text decoders: {', '.join(TESTED)}, and others whose log-probabilities on packed and "
     "separate sequences are equal, which is checked when they load"
@@ -82,7 +82,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if a 4-bit base lacks the package bitsandbytes. `has`: whether a package is installed."""
+    """Raise ModelError if the 4-bit format lacks the package bitsandbytes. `has`: whether a package is installed."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
@@ -221,7 +221,7 @@ class ModelShape:
         return float(4 * matrices + (6 * self.adapter_parameters(lora) - 2 * first) * num_tokens + attention)
 
     def verl_flops(self, lengths: Iterable[int]) -> float:
-        """Return the number of operations by veRL's formula, with all weights trained on all tokens."""
+        """Return the number of operations by veRL's formula. It assumes that all weights are trained on all tokens."""
         sizes = list(lengths)
         return self.update_flops(sizes, num_targets=2 * sum(sizes))
 
@@ -231,7 +231,7 @@ class ModelShape:
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """Return the shape of a run's model, or None if its `config.json` is missing or of another family."""
+    """Return the shape of a run's model, or None if its `config.json` is missing or describes no dense decoder."""
     if model.path is None:
         return ModelShape.of_scratch(model.scratch)
     return shape_from_config(_read_config(model.path))
@@ -258,7 +258,7 @@ def _read_config(path: str) -> object:
 
 
 def shape_from_config(config: object) -> ModelShape | None:
-    """Return the shape from the content of a `config.json`, or None for another family."""
+    """Return the shape from the content of a `config.json`, or None if it describes no dense decoder."""
     try:
         return ModelShape.of_config(config) if isinstance(config, Mapping) else None
     except (KeyError, TypeError, ValueError):
@@ -314,7 +314,7 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
 
 
 def is_plain_tokenizer(tokenizer_config: Path) -> bool:
-    """Return whether `tokenizer.json` alone defines the tokenizer, by the class in `tokenizer_config`. For some
-    architectures (qwen2), transformers 5 instead splits text by the tokenizer class of the model's config."""
+    """Return whether the class in `tokenizer_config` says that `tokenizer.json` alone defines the tokenizer. For some
+    architectures (qwen2), `AutoTokenizer` of transformers 5 ignores this class and splits text in another way."""
     name = json.loads(tokenizer_config.read_text(encoding="utf-8")).get("tokenizer_class")
     return name in ("TokenizersBackend", "PreTrainedTokenizerFast")

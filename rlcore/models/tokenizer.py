@@ -38,7 +38,7 @@ _TAG = re.compile(r"([<\[])(/?)((?!(?:s|INST|SYSTEM_PROMPT)[>\]])\w[\w:.-]*[>\]]
 
 def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
     """Write the arithmetic tokenizer into `directory` and return it. Text is split into whole numbers and single
-    characters, without white space. Decoding joins tokens with one space. The bytes depend on the settings alone."""
+    characters, without white space. Decoding joins tokens with one space. Only `config` affects the bytes."""
     core = Tokenizer(WordLevel(scratch_vocabulary(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]

@@ -102,9 +102,9 @@ ROUND_TOKENS = 16  # number of tokens per response between two exchanges of leng
 
 class TailCut:
     """The tail cut on one rank. A group is all responses to one prompt. A group is as long as its longest response. L
-    is the `wanted`-th smallest length of a group. `GroupsInProgress` cuts longer groups to L, so the cut depends
-    only on seeds and weights. Unfinished responses end at an upper bound of L, which the finished groups of all ranks
-    give. `groups`: the group of each request of this rank, or -1 for no cut. `longest`: the limit of a response.
+    is the `wanted`-th smallest length of a group. `GroupsInProgress` cuts longer groups to L, so the cut depends only
+    on seeds and weights. The finished groups of all ranks give an upper bound of L, at which unfinished responses end.
+    `groups`: the group of each request of this rank, or -1 for no cut. `longest`: the maximum length of a response.
     """
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
@@ -162,7 +162,7 @@ class Carried:
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the response so far as a rollout. `policy_version`: the version in the step that continues it."""
+        """Return the response so far as a rollout. `policy_version`: the policy version of the continuing step."""
         logprobs = np.frombuffer(self.logprobs, dtype="<f4")
         given = (self.prompt, self.sample_index, self.ids, logprobs, self.finish_reason, policy_version)
         return Rollout(*given, is_cut=self.is_cut, num_stale=len(logprobs))
@@ -272,7 +272,7 @@ class RolloutEngine(Protocol):
         longer. The caller calls `cut.end` for each finished response."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights, named as in transformers and not sharded. Compare the engine's copies with them."""
+        """Load all weights unsharded, named as in transformers. Return the names of tensors that differ afterwards."""
 
     def sleep(self) -> None:
         """Release memory for training, until the next `update_weights` or `generate`. Repeated calls must be cheap."""
@@ -315,5 +315,5 @@ def require_all_weights(
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
-    """Return the number type of `rollout.dtype`, which for `auto` is the trainer's type `computing`."""
+    """Return the number type that `rollout.dtype` names. For `auto`, this is the trainer's type `computing`."""
     return {"auto": computing, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.dtype]

@@ -50,7 +50,8 @@ class Environment(Protocol):
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
         """Start the episode, and return an optional first message after the prompt. `row`: the prompt's ground truth
-        with a `seed` that its responses share in a step. `own_seed`: the `seed` of the ground truth itself."""
+        with a `seed`, which is the same for all responses to the prompt in a step. A `seed` in the ground truth becomes
+        `own_seed`."""
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
         """Reply to the model's text of one turn."""
@@ -60,8 +61,8 @@ class Environment(Protocol):
 class Episode:
     """The state of an episode. `texts[i]` is the model's text in turn i. `replies[0]` opens the episode, and
     `replies[i]` answers `texts[i - 1]`. `truth`: JSON with the name of the environment, the arguments of its class
-    (`options`) and the `row`. `max_kept`: the most environments that a process stores between turns. Any other
-    environment is created again and repeats its turns."""
+    (`options`) and the `row`. `max_kept`: the maximum number of environments that a process stores between turns. An
+    environment that is not stored is created again and repeats its turns."""
 
     name: str
     truth: str
@@ -184,8 +185,8 @@ def await_value(value: T | Awaitable[T]) -> T:
 
 
 class TurnTokens:
-    """The token ids of an environment's messages. `chat`: by the chat template instead of as plain text. Raises
-    ConfigError if the template cannot render later turns, or drops or changes earlier turns."""
+    """An encoder of an environment's messages. With `chat`, it renders messages by the chat template, otherwise as
+    plain text. Raises ConfigError if the template cannot render later turns, or drops or changes earlier turns."""
 
     def __init__(
         self,

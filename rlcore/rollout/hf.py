@@ -1,5 +1,5 @@
-"""The configured engine, and a simple reference engine, which samples from a transformers model with one uniform random
-number per token. Responses to one prompt share the prefill, and finished rows leave the batch."""
+"""The function `build_engine`, and a simple reference engine that samples from a transformers model with one uniform
+random number per token. Responses to one prompt share the prefill, and finished rows leave the batch."""
 
 import gc
 import logging
@@ -39,7 +39,7 @@ COMPACT_BELOW = 0.75  # share of unfinished rows below which the batch is rebuil
 
 @dataclass(slots=True)
 class _Response:
-    """An unfinished response. It ends at `limit` tokens, or at `cut_at` tokens by the tail cut."""
+    """A response in progress. It is finished at `limit` tokens. At `cut_at` tokens, the tail cut ends it unfinished."""
 
     limit: int
     cut_at: int

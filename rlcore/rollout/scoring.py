@@ -141,10 +141,9 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
-    """Processes that score responses with `scorer`, a function `rlcore.score.Scorer` named `module:function`. If
-    `num_processes` is 0, the calling process scores without a deadline. `section`: the settings that error messages
-    name. `num_logged`: the maximum number of logged errors and timeouts each. Raises ConfigError if the scorer does not
-    exist."""
+    """Processes that score responses with `scorer`, the name `module:function` of a `Scorer`. If `num_processes` is 0,
+    the calling process scores without a deadline. `section`: the settings that error messages name. `num_logged`: the
+    maximum number of logged errors, and of logged timeouts. Raises ConfigError if the scorer does not exist."""
 
     def __init__(
         self, scorer: str, config: RewardConfig, *, section: str = "reward", num_logged: int = _MAX_LOGGED
@@ -156,7 +155,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._section = section
         self.timeouts = 0  # number of responses that exceeded the deadline
         self.errors = 0
-        """The number of responses on which the scorer raised, returned no finite score, or ended its process."""
+        """The number of responses whose scorer raised an error, returned no finite score or ended its process."""
         self._last_failure = ""
         self._queue: deque[PendingResponse] = deque()
         self._lock = threading.Lock()
@@ -164,7 +163,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if a new process first scores an empty response. This must not take too long or end two processes."""
+        """True if new processes first score an empty response. False if such calls were too slow or ended processes."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:
@@ -183,7 +182,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return self.errors + self.timeouts, self._last_failure
 
     def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Future[Score]]:
-        """Start scoring and return immediately. Without processes, score all responses first."""
+        """Start scoring and return immediately. Without processes, score all responses before the return."""
         answers = [PendingResponse(*pair) for pair in zip(responses, ground_truths_json, strict=True)]
         if self._thread is None:
             for answer in answers:
@@ -206,7 +205,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
-        """Exclude failures inside the `with` block, where no other thread uses the pool, from the counts."""
+        """Do not count failures inside the `with` block. No other thread may use the pool during the block."""
         before = self.errors, self.timeouts, self._last_failure
         try:
             yield
@@ -321,8 +320,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Replace a process that has ended. Its current response is tried a second time, since the process may have
-        been killed, and then counts as an error. An end during a first call (empty response) disables first calls."""
+        """Replace a process that has ended. Its current response is tried once more, because the process may have been
+        killed. A second end counts as an error of the response, or, during a first call, disables first calls."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

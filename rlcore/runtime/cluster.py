@@ -23,7 +23,7 @@ END_WAIT_S = 5.0  # seconds in which processes of Ray may still write after a re
 DEAD_FOR_S = 3_600.0  # minimum age in seconds at which a killed cluster's folder is removed
 LONGEST_SOCKET_PATH = 107  # kernel's limit for the path of a Unix socket, in bytes
 LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""The longest path of a socket, relative to Ray's folder."""
+"""The longest path of a socket below Ray's folder."""
 LEAST_STORE_BYTES = 256 * 1024**2
 SENT_BYTES_PER_TOKEN = 100  # bytes that a step sends per token, for the reference and the updates together
 
@@ -39,8 +39,8 @@ def ray_folder() -> Path:
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the size of a private object store: the largest batch, but at most the shared memory and 30% of the
-    memory."""
+    """Return the size of a private object store: the size of the largest batch, but at most the free shared memory and
+    at most 30% of the host's memory."""
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
     most = min(free, psutil.virtual_memory().total * 3 // 10)
@@ -124,8 +124,8 @@ def restrict_ray(ray_address: str | None) -> None:
 
 
 def address_of(given: str) -> str:
-    """Return the address of a cluster with 127.0.0.1 for localhost. `auto` gives RAY_ADDRESS, otherwise the cluster of
-    `millrace up --ray` if that runs."""
+    """Return a cluster's address, with 127.0.0.1 for localhost. For `auto`, this is the address in RAY_ADDRESS. If that
+    is unset, it is the running cluster of `millrace up --ray`. If neither exists, `auto` is returned."""
     if given == "auto":
         own = own_head()
         given = os.environ.get("RAY_ADDRESS") or (own if own and unreachable(own) is None else given)

@@ -94,7 +94,7 @@ def this_environment(names: tuple[str, ...] = PACKAGES) -> Environment:
 
 def trainer_environment(python: str | None, names: tuple[str, ...] = PACKAGES) -> Environment:
     """Return the environment of the interpreter `python` (`runtime.python`), or of this process. Raises ConfigError if
-    it is no interpreter, lacks Millrace or torch, or has other code of Millrace than this process."""
+    it is no interpreter, lacks Millrace or torch, or has other files of Millrace than this process."""
     found = this_environment(names) if python is None else _ask(python, names)
     if missing := [name for name in ("torch", "transformers") if not found.has(name)]:
         remedy = _install(found.executable) if python else "Name the one of the trainer's environment"
@@ -142,7 +142,7 @@ def run_versions(python: str | None) -> dict[str, str]:
 
 
 def trainer_path(python: str) -> list[str]:
-    """Return the import path of the trainer's interpreter, and this process's import path without its packages."""
+    """Return the import path of the trainer's interpreter, and that of this process without installed packages."""
     found, library = trainer_environment(python), sysconfig.get_path("stdlib")
     own = (
         place

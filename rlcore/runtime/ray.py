@@ -46,7 +46,7 @@ class RankProcess(Worker):
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
     def rendezvous(self) -> str:
-        """Return the address on rank 0 at which the ranks meet. It is numeric, as a host name may resolve to
+        """Return the address of rank 0 for the rendezvous. It is numeric, because a host name may resolve to
         loopback."""
         is_private = self._config.runtime.ray_address is None
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 EnterPhase = Callable[[str], AbstractContextManager[object]]
-"""A function that returns the context in which a phase of this name runs. To prevent the phase, it raises an error."""
+"""A function that gets a phase's name and returns the phase's context. It raises an error to prevent the phase."""
 
 
 class PhaseClock:

@@ -1,7 +1,8 @@
 """Episodes: multi-turn responses with an environment's messages between the turns.
 
 All open episodes generate one turn per round. The next round starts when all environments have replied, failed or timed
-out, so the engine's input never depends on time. An episode stays on one rank, whose prefix cache has its tokens.
+out, so the engine's input never depends on time. All turns of an episode run on one rank, because the prefix cache of
+this rank contains the earlier turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -146,7 +147,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         clock: PhaseClock,
     ) -> list[tuple[Rollout, Score, str]]:
         """Play an episode for each request, and return its rollout, score and text. `generate`:
-        `ResponseSampler.generate` with its settings. Raises EngineError if no environment can be started."""
+        `ResponseSampler.generate` with bound settings. Raises EngineError if no environment can be started."""
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):

@@ -125,7 +125,7 @@ class ResponseSampler:
         policy_version: int,
         clock: PhaseClock,
     ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
-        """Return the scored responses to train on, the carried responses, and the length to which these were cut."""
+        """Return the scored responses to train on, the carried responses, and the token limit of the tail cut."""
         config = self.config
         groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
         scorer = self._new_scorer()
@@ -229,7 +229,7 @@ class ExperienceCollector:
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. `counted` weights rows by their pass counts. Without it, weights are equal."""
+        """Create a collector. `counted` weights rows by their pass counts, and None gives all rows equal weights."""
         self._config, self._sampler, self._stream, self._counted = sampler.config, sampler, stream, counted
         self._prepared: dict[LoopState, list[SamplingRequest]] = {}
 

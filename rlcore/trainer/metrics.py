@@ -29,7 +29,7 @@ from rlcore.workers.worker import WorkerInfo
 
 NON_FINITE = "non_finite"
 SKIPPED = "alarm/update_skipped"
-"""The metric for the skipped share of policy updates, absent if 0. Updates without a scored response are skipped."""
+"""The metric for the share of policy updates that were skipped. Updates without a scored response count as skipped."""
 Metrics = dict[str, float]
 
 PER_TOKEN_PHASES = ("ref", "teacher", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
@@ -199,7 +199,7 @@ def mismatch_metrics(
 def timing_metrics(
     seconds: Mapping[str, float], packed: PackedBatch, *, num_response_tokens: int, num_devices: int
 ) -> Metrics:
-    """Return the wall-clock seconds, the time per token, and the tokens per second and device."""
+    """Return the seconds and the time per token of each phase, the throughput per device, and the used host memory."""
     metrics = {f"timing_s/{phase}": value for phase, value in seconds.items()}
     for phase in PER_TOKEN_PHASES:
         if phase in seconds:

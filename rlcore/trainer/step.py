@@ -202,8 +202,8 @@ class Trainer(GroupTrainer):
         *more: bool,
         of_sequence: Sequence[int] = (),
     ) -> Float[Tensor, "T ..."]:
-        """Call `verb` on each rank with its sequences, and return the values in batch order. `of_sequence`: a value for
-        each sequence, which `verb` gets as a list. If it is empty, `verb` gets `more` instead."""
+        """Call `verb` on each rank with its sequences, and return the values in batch order. `of_sequence`: one value
+        per sequence. `verb` gets a list of the values of its rank, or `more` if `of_sequence` is empty."""
         with clock.phase(phase):
             own = [([of_sequence[i] for i in mine],) if of_sequence else more for mine in shares.sequences]
             arguments = [
@@ -358,7 +358,7 @@ class SupervisedTrainer(GroupTrainer):
         self, verb: Callable[..., R], demonstrations: Sequence[Demonstration]
     ) -> tuple[PackedBatch, Sequence[Sequence[int]], list[R]]:
         """Call `verb` on each rank with its demonstrations. Return the batch, the sequences of each rank, and the
-        results. Each rank needs the same number, so copies of the last demonstration are added. They have no loss."""
+        results. Copies of the last demonstration without a loss are added, so that all ranks get the same number."""
         missing = -len(demonstrations) % self._group.world_size
         packed = pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])
         shares = self._assign(packed, packed.num_sequences).whole

@@ -63,8 +63,8 @@ class ForwardResults:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimated advantages and returns, with the input of the updates as `batch`. `kl_in_reward` and `teacher_kl`:
-    the mean KL divergence per response token from the reference and the teacher, without its coefficient.
+    """The estimated advantages and returns, with the input of the updates as `batch`. `kl_in_reward`: the mean KL
+    divergence from the reference per response token, without its coefficient. `teacher_kl`: this mean for the teacher.
     `masked_share`: the share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the
     update, or None if both are off."""
 
@@ -177,7 +177,7 @@ def _sequence_advantages(
     parts: Parts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response. It is 0 if the response has no score or no scored response to compare with."""
+    """Return one advantage per response. It is 0 without a score or without a scored response to compare with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

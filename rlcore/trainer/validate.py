@@ -27,7 +27,7 @@ def validate(
     suite: str = "",
     on_scored: OnScored = lambda responses, greedy: None,
 ) -> ValidationResult:
-    """Sample and score responses to all `prompts`. `suite`: the fingerprint of their suite, or ''."""
+    """Sample and score responses to all `prompts`. `suite`: the fingerprint of the problem suite, or ''."""
     config, settings = sampler.config, sampler.config.validation
     count = settings.samples_per_problem
 

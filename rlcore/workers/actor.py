@@ -79,9 +79,9 @@ class Actor(TrainedModel[CausalPolicy]):
         with_entropy: bool = False,
         pairs: bool = False,
     ) -> Float[Tensor, "T ..."]:
-        """Return the log-probability of each response token, and 0 elsewhere, on the CPU, optionally without the LoRA
-        adapters. With `with_entropy`, the shape is [T, 2], and the second column is the entropy. `pairs`: the sequences
-        are preference pairs, at temperature 1."""
+        """Return the log-probability of each response token, and 0 elsewhere, on the CPU. `adapters=False` disables
+        LoRA. With `with_entropy`, the shape is [T, 2], and the second column is the entropy. With `pairs`, the batch
+        contains preference pairs, and the temperature is 1."""
         temperature = self._config.rollout.sampling.temperature
 
         def compute(micro: MicroBatch[PackedBatch]) -> Tensor:
@@ -146,7 +146,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def _non_finite_groups(self, batch: TrainBatch, objective: Callable[..., tuple[Any, ...]]) -> list[int]:
-        """Return the numbers, within the step, of prompts with a non-finite loss of a response on any rank."""
+        """Return the prompts, by number within the step, that have a response with a non-finite loss on any rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             if not torch.isfinite(objective(to_device(batch, [index], self._device))[0]):
@@ -159,8 +159,8 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, total: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the loss `warm_start.loss`, divided by `total`, the number of targets or pairs on
-        all ranks. A non-finite step raises NonFiniteError and changes no weight."""
+        """Take one optimizer step on the loss that `warm_start.loss` names. Its sum is divided by `total`, the number
+        of targets or pairs on all ranks. A non-finite step raises NonFiniteError and changes no weight."""
         return self.take_step(
             batch,
             num_micro,
@@ -189,14 +189,14 @@ class Actor(TrainedModel[CausalPolicy]):
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=total)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights under their names in transformers. Without adapters, matrices are in `dtype`."""
+        """Yield all weights under their names in transformers. Without `model.lora`, matrices have the type `dtype`."""
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
 def token_logprobs(
     policy: CausalPolicy, micro: MicroBatch[PackedBatch], *, pairs: bool = False, **options: Any
 ) -> TokenLogprobs:
-    """Return the results of the policy's head on a micro-batch, optionally of preference pairs. For `options`, see
+    """Return the head's results for a micro-batch, optionally of preference pairs. For `options`, see
     `CausalPolicy.forward`."""
     if pairs:
         micro = replace(micro, host=split_pairs(micro.host))
@@ -289,9 +289,8 @@ class FrozenPolicy:
         return self._run(lambda micro: policy_logprobs(self._policy, micro, temperature), batch, num_micro)
 
     def likeliest(self, batch: PackedBatch, num_micro: int, k: int) -> Float[Tensor, "T two_k"]:
-        """Return k columns with the ids of the likeliest tokens at each response token, then k with their
-        log-probabilities. Rows of other tokens are 0. The result is a float32 tensor on the CPU, exact for ids below
-        2^24."""
+        """Return the ids of the k likeliest tokens at each response token, followed by their k log-probabilities. Rows
+        of other tokens are 0. The result is a float32 tensor on the CPU, exact for ids below 2^24."""
         temperature = self._config.rollout.sampling.temperature
 
         def compute(micro: MicroBatch[PackedBatch]) -> Tensor:
@@ -315,8 +314,8 @@ def run_teachers(
     num_micro: int,
     chosen: Sequence[int],
 ) -> Float[Tensor, "T ..."]:
-    """Call `run` with each teacher and its responses. Return the values in batch order. `chosen[i]`: the index of
-    response i's teacher."""
+    """Call `run` with each teacher and its responses. Return the values in batch order. `chosen[i]`: response i's
+    teacher."""
     pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(teachers))]
     values = [run(teachers[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine]
     return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])

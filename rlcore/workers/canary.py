@@ -1,7 +1,7 @@
 """The canary, a comparison of the engine's and the trainer's log-probabilities on the same probe after a weight sync.
-An engine that has all tensors (`WeightSyncResult`) may still compute with an old packed copy, or read an old address in
-a CUDA graph. Rounding also causes a difference, whose size depends on the model. The bound is therefore a multiple of
-the difference after the first correct sync."""
+An engine whose tensors are all correct (`WeightSyncResult`) may still compute with an old packed copy, or read an old
+address in a CUDA graph. Rounding also causes a difference, whose size depends on the model. The bound is therefore a
+multiple of the difference after the first correct sync."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ _RESPONSES_PER_PROMPT = 4
 _RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Upper bounds of the rounding difference at the first sync. With random tensors, the difference is 1 to 10."""
+"""The largest accepted difference at the first sync, by type. Tensors with random values give 1 to 10."""
 NOISE_FACTOR = 4.0  # factor by which a later difference may exceed the difference of the first sync
 MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""The smallest bound of each type, since training may increase the rounding difference."""
+"""The smallest bound at later syncs, by type. Rounding differences may grow in training."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
     """The result of a weight sync. `difference`: the mean absolute difference of log-probabilities on the probe.
-    `warning`: the reason why the sync is doubtful, or ''."""
+    `warning`: the reason why the engine's weights may be wrong, or ''."""
 
     difference: float
     warning: str = ""
@@ -50,7 +50,7 @@ class Canary:
 
     @property
     def bound(self) -> float:
-        """The largest accepted difference between log-probabilities of trainer and engine at the next sync."""
+        """The largest accepted difference between the trainer's and the engine's log-probabilities at the next sync."""
         if self._configured is not None:
             return self._configured
         if self._noise is None:

@@ -1,7 +1,6 @@
-"""The device of a rank, its peak memory, the rendezvous of ranks, and the configuration of memory
-allocators. By default, glibc returns large freed blocks to the system, and mapping and clearing them again took a fifth
-of a small model's step. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths
-fragment them."""
+"""The device of a rank, its peak memory, the process group of the ranks, and the configuration of memory allocators. By
+default, glibc returns large freed blocks to the system. Mapping and clearing such blocks again took a fifth of a small
+model's step. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths fragment them."""
 
 import ctypes
 import os
@@ -80,7 +79,7 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
 
 
 MALLOC_THRESHOLD_BYTES = 1 << 30
-"""The two malloc thresholds: freed memory kept at the heap's end, and blocks that get separate pages."""
+"""The bytes up to which glibc keeps freed memory at the heap's end. Larger blocks are mapped separately."""
 
 _TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -123,7 +122,7 @@ class OomRetry:
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
     """The peak GPU memory since the process started, in GB of 1e9 bytes, without memory that a sleeping engine has
-    released. `num_retries`: the passes repeated for lack of memory. `shortages`: such passes since the last report."""
+    released. `num_retries`: the number of passes that ran out of memory. `shortages`: these since the last report."""
 
     allocated_gb: float
     reserved_gb: float
@@ -132,7 +131,7 @@ class MemoryPeak:
 
 
 def gpu_peak() -> tuple[int, int]:
-    """Return the bytes that torch has allocated and reserved at most on its GPU since the last call, or 0 on a CPU."""
+    """Return the peak bytes that torch has allocated and reserved on its GPU since the last call, or 0 on a CPU."""
     if not torch.cuda.is_initialized():
         return 0, 0
     found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -1,6 +1,6 @@
-"""Plans of the GPU memory on one rank in each phase of a step, and settings that make a run fit, without torch. The
-bytes of weights, gradients and moments are exact. Activations are estimated as the tensors that autograd keeps in a
-plain or compiled Llama layer, multiplied by a measured factor."""
+"""Plans of the GPU memory on one rank in each phase of a step, and the choice of settings that make a run fit. This
+module does not import torch. The bytes of weights, gradients and moments are exact. Activations are estimated as the
+tensors that autograd keeps in a plain or compiled Llama layer, multiplied by a measured factor."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +19,12 @@ from rlcore.tracking.lineage import first_gpu
 CONTEXT_BYTES = 1_000_000_000  # memory of a CUDA context, its libraries and NCCL
 ENGINE_ASLEEP_BYTES = 600_000_000  # memory of vLLM at sleep levels 1 and 2
 ACTIVATION_FACTOR = 1.05
-"""The factor by which planned activations are multiplied. Llama-3.2-1B in bfloat16 took 26.2 GB for 14,744 tokens (25.9
-GB counted). With `model.compile` it took 29.7 to 31.2 GB for 24,711 tokens (30.4 GB counted;
-`benchmarks/baselines/NVIDIA_H200.json`)."""
+"""The factor by which counted activations are multiplied. For Llama-3.2-1B in bfloat16, 14,744 tokens took 26.2 GB, and
+25.9 GB were counted. With `model.compile`, 24,711 tokens took 29.7 to 31.2 GB, and 30.4 GB were counted
+(`benchmarks/baselines/NVIDIA_H200.json`)."""
 PREFETCHED_LAYERS = 2  # number of layers with gathered weights under FSDP2: the current layer and the prefetched one
 SAMPLING_BYTES = 24
-"""The bytes that the hf engine needs to sample, per entry of the vocabulary: two float32 and two float64 numbers."""
+"""The bytes that the hf engine needs to sample, per response and vocabulary entry: 2 float32 and 2 float64 numbers."""
 FULL, MOMENTS = 4, 8  # bytes of a float32 weight or gradient, and of the two AdamW moments of a weight
 NF4 = 0.5 + 4 / 64  # bytes of a 4-bit weight, with its share of one float32 scale per block of 64
 
@@ -32,10 +32,10 @@ TOKENS_STEP = 1_024  # step between the token budgets that are tried
 MAX_MICRO_BATCH_TOKENS = 65_536  # largest token budget that is tried. Larger micro-batches gain nothing
 ENOUGH_TOKENS = 16_384  # smallest token budget with which the engine stays awake
 SHORT_PASS_TOKENS = 8_192
-"""The largest vLLM pass if the cache cannot hold all responses, since a pass takes memory from the cache. A 7B model in
-24 GB took 17.9 s for 512 responses, and 77 s with passes of 32,768 tokens."""
+"""The maximum number of tokens in a vLLM pass if the cache cannot hold all responses. A longer pass takes memory from
+the cache: a 7B model in 24 GB took 17.9 s for 512 responses, and 77 s with passes of 32,768 tokens."""
 FREE_SHARE = 0.08
-"""The share of the device that chosen settings leave free for fragmentation (7 to 9% on an H200) and plan errors."""
+"""The share of the device that automatic settings leave free for fragmentation (7 to 9% on an H200) and plan errors."""
 GB = 1e9
 
 S = TypeVar("S", bound=Section)
@@ -117,8 +117,8 @@ def update_activation_bytes(
     shape: ModelShape, itemsize: int, *, recompute: bool, offload: bool = False, compiled: bool = False
 ) -> int:
     """Return the bytes per token that a forward pass keeps for the backward pass. With `recompute`, it keeps the inputs
-    of all layers (of one layer with `offload`), and the activations and feed-forward gradients of one layer. 131,040
-    tokens of a 1.5B model with `recompute` took 50.2 GB on an H200, and the plan says 49.2 GB."""
+    of all layers (with `offload`, of one layer), and the activations and feed-forward gradients of one layer. With
+    `recompute`, 131,040 tokens of a 1.5B model took 50.2 GB on an H200. The plan says 49.2 GB."""
     layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
     inputs = (1 if offload else shape.layers) * itemsize * shape.hidden
@@ -136,7 +136,7 @@ def head_bytes(
     shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: Literal["none", "hidden", "all"]
 ) -> int:
     """Return the bytes of the output head, which computes one chunk of float32 logits at a time. `gradient`: `none`
-    counts logits and hidden states, `hidden` also the gradients of both, and `all` also two float32 matrices: the
+    counts logits and hidden states. `hidden` adds the gradients of both. `all` also adds two float32 matrices: the
     gradient of the head's weight so far and the current product."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
@@ -319,9 +319,9 @@ def detect_device(config: RunConfig) -> Device:
 
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses memory share, largest
-    pass and sleep level of the engine, token budget, offloading and recomputation. The size of the device must be
-    known."""
+    """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses the engine's memory
+    share, largest pass and sleep level, the token budget, offloading and recomputation. Otherwise, or for a device of
+    unknown size, the settings stay unchanged."""
     if config.runtime.fit_memory != "auto" or device.total_bytes is None:
         return config, plan_memory(config, shape, device)
     for variant, least in variants(config):
@@ -353,7 +353,8 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
 
 
 def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
-    """Return a run's settings, fitted to the device, and report a GPU's plan. Raises ConfigError if it cannot fit."""
+    """Fit a run's settings to the GPU, if its size is known, and report the memory plan. Return the settings. Raises
+    ConfigError if the run cannot fit."""
     shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config
@@ -438,7 +439,7 @@ def available_bytes(device: Device) -> int:
 
 
 def with_values(section: S, values: Mapping[str, object]) -> S:
-    """Return a copy of the settings with new values by dotted key, which are not validated."""
+    """Return a copy of the settings with the new `values`, which have dotted keys. The values are not validated."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         section = section.model_copy(

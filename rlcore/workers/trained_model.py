@@ -61,7 +61,7 @@ class MicroBatch(Generic[Batch]):
 
 
 Objective: TypeAlias = Callable[[MicroBatch[Batch]], tuple[Tensor, S, Tensor | None]]
-"""A function of a micro-batch. It returns the loss, its statistics, and log-probabilities or None."""
+"""A function of a micro-batch. It returns the loss, the statistics, and log-probabilities or None."""
 TokenFunction: TypeAlias = Callable[[MicroBatch[PackedBatch]], Tensor]
 
 
@@ -126,9 +126,9 @@ class MicroBatchRunner:
         return retries
 
     def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
-        """Call `work` with the sequence indices of each micro-batch, again with more micro-batches if memory runs out.
-        Raises DeviceMemoryError if memory runs out with one sequence per micro-batch. Several ranks raise
-        RankMemoryError instead of a repetition."""
+        """Call `work` with the sequence indices of all micro-batches. If memory runs out, a single rank repeats the
+        call with more micro-batches, and several ranks raise RankMemoryError. Raises DeviceMemoryError if memory runs
+        out with one sequence per micro-batch."""
         while True:
             number = min(num_micro * self.factor, batch.num_sequences)
             parts = micro_batches(batch, number, self._shape, share_prompts=self._share_prompts)
@@ -152,7 +152,7 @@ class MicroBatchRunner:
     def token_values(
         self, compute: TokenFunction, batch: PackedBatch, num_micro: int, device: torch.device
     ) -> Float[Tensor, "T ..."]:
-        """Return the values of all tokens in batch order, on the CPU. `compute` returns those of a micro-batch."""
+        """Return the values of all tokens in batch order, on the CPU. `compute` returns those of one micro-batch."""
 
         def work(parts: Parts) -> Tensor:
             values = [compute(to_device(batch, part, device)) for part in parts]

@@ -318,7 +318,7 @@ class Worker:
         return {name: (each.model, each.optimizer) for name, each in trained.items() if each is not None}
 
     def load(self, directory: str) -> None:
-        """Load a checkpoint of any number of ranks."""
+        """Load a checkpoint, which any number of ranks may have saved."""
         self._sleep_engine()  # until the next weight sync
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)

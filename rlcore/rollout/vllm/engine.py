@@ -1,6 +1,6 @@
 """The `RolloutEngine` with vLLM in the worker's process. Responses to one prompt share the prefill through the prefix
 cache. Neighbouring ranks may share an engine (`rollout.tensor_parallel_size`), each with a part of every matrix. Every
-rank then runs vLLM's scheduler with the same requests, order and seeds, so all ranks take the same decisions."""
+rank then runs vLLM's scheduler with the same requests, order and seeds, so all ranks make the same decisions."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

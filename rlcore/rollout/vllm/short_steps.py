@@ -26,20 +26,20 @@ SCHEDULER_NAMES = {
     "kv_cache_manager": "new_step_starts allocate_slots",
     "kv_cache_manager.block_pool": "get_num_free_blocks",
 }
-"""The scheduler's attributes, by the path from the scheduler to the object that has them."""
+"""The scheduler's attributes that short steps use, by object. A key is the path from the scheduler to the object."""
 REQUEST_NAMES = (
     "request_id num_computed_tokens num_output_placeholders num_prompt_tokens max_tokens is_prefill_chunk "
     "sampling_params update_block_hashes _output_token_ids _all_token_ids"
 )
-"""The attributes of a request."""
+"""The attributes of a request that short steps use."""
 SAMPLING_NAMES = "all_stop_token_ids repetition_detection"  # attributes of a request's sampling parameters
 REQUEST_CHANGES = frozenset(
     {"num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "next_decode_eligible_step"}
 )
-"""The attributes of a request that vLLM changes for each token, in releases after 0.25 with `num_in_flight_tokens`. Any
-other change disables short steps. Lists that grow are not listed."""
+"""The attributes of a request that vLLM may change for each token. `num_in_flight_tokens` exists in releases after
+0.25. A change of any other attribute, except a growing list, disables short steps."""
 SCHEDULER_CHANGES = frozenset({"current_step", "prefill_capacity_bound"})
-"""The numbers and texts in the scheduler that vLLM changes for each token."""
+"""The numbers and texts in the scheduler that vLLM may change for each token."""
 
 
 def unsupported_reason(scheduler: Any) -> str | None:
@@ -167,7 +167,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def lower_limits(self, request_ids: Iterable[str], limit: int) -> None:
-        """End the responses to `request_ids` at `limit` tokens, or with their next token if they are longer."""
+        """End the responses to `request_ids` at `limit` tokens. A longer response ends with its next token."""
         self._end_short_steps()
         for request in [self.requests[name] for name in request_ids if name in self.requests]:
             written = request.num_output_tokens + request.num_output_placeholders
