@@ -22,7 +22,7 @@ from rlcore.config.data import PROGRAMS, has_default_scorer, parts_of, scorers_o
 from rlcore.config.model import SMOLLM2
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.models.hub import require_reachable
-from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, token_counts
+from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, vocabulary_of
 from rlcore.rollout.scoring import require_environment, require_scorer
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
@@ -66,7 +66,7 @@ def check_before_plan(config: RunConfig) -> None:
 
 def _tokens(config: RunConfig) -> dict[str, int]:
     if config.model.path is not None:
-        return token_counts(str(configured_model(config)))
+        return vocabulary_of(str(configured_model(config)))
     if not any(model_paths(config).values()):
         return {}  # it will be built with the model
     from rlcore.models.tokenizer import scratch_vocabulary

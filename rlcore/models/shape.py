@@ -61,7 +61,7 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
     """Raise ModelError if a token has another id in this model than in the policy. Only local files are checked."""
     require_embeddings(key, path, tokens)
-    own = token_counts(path)
+    own = vocabulary_of(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
         raise ModelError(
             f"{key}: must have the policy's tokenizer; got {path}, where {len(differing)} of {len(tokens)} tokens have "
@@ -69,7 +69,7 @@ def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
         )
 
 
-def token_counts(path: str) -> dict[str, int]:
+def vocabulary_of(path: str) -> dict[str, int]:
     """Return the id of each vocabulary token in `tokenizer.json`, or {} if it cannot be read. Added tokens are
     excluded, since some models never embed them (Gemma 3: image tokens)."""
     file = config_file(path, "tokenizer.json")

@@ -35,7 +35,7 @@ from rlcore.models.shape import (
     require_same_tokens,
     require_trainable,
     shape_of,
-    token_counts,
+    vocabulary_of,
 )
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from tests.models.tiny import CONFIGS, answers, policy_of, write_model
@@ -156,14 +156,14 @@ def test_critic_requires_same_token_ids(tmp_path: Path) -> None:
         tokenizer.add_special_tokens(["<image>"])
         (tmp_path / name).mkdir()
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
-        assert token_counts(str(tmp_path / name)) == tokenizer.get_vocab(with_added_tokens=False)
+        assert vocabulary_of(str(tmp_path / name)) == tokenizer.get_vocab(with_added_tokens=False)
     policy, more, turned, other = (str(tmp_path / name) for name in (*models, "other"))
-    tokens = token_counts(policy)
+    tokens = vocabulary_of(policy)
     for same in (policy, more, other):
         require_same_tokens("critic.path", same, tokens)
     with pytest.raises(ModelError, match=r"critic\.path: must have the policy's tokenizer.*2 of 2 tokens.*'a'"):
         require_same_tokens("critic.path", turned, tokens)
-    require_same_tokens("critic.path", policy, token_counts(more))
+    require_same_tokens("critic.path", policy, vocabulary_of(more))
     Path(other).mkdir()
     for folder, size in ((policy, 2), (other, 1)):
         (Path(folder) / "config.json").write_text(json.dumps({"vocab_size": size}))
