@@ -152,7 +152,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Train(Stage[Chunk]):
-    """The stage that trains to the checkpoint of step `stop`. Only the last chunk waits for its checkpoint."""
+    """The stage that trains to the checkpoint of step `stop`. Only the last chunk waits until it is written."""
 
     name = "train"
     in_trainer = True

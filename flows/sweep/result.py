@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The result of a sweep, best points first. `num_runs` and `num_steps` are the work of this call."""
+    """The result of a sweep, best points first. `num_runs` and `num_steps` count only the work of this call."""
 
     sweep_id: str
     folder: Path

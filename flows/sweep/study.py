@@ -231,7 +231,7 @@ def _suggest(trial: Trial, key: str, values: Values) -> JsonValue:
 
 
 def load_checked_sweep(spec: str | Mapping[str, Any], overrides: list[str], budget: Budget) -> Sweep:
-    """Compose a sweep, and check the settings of every point and their common requirements."""
+    """Compose a sweep. Check the settings of every point, and the requirements that all points share."""
     checked = load_sweep(spec, overrides, budget=budget)
     checked = replace(checked, base=with_stack_tracking(checked.base))
     check_before_plan(checked.base)
@@ -283,7 +283,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """Return the step of a run's newest checkpoint, or 0 after an error. The start of the run raises this error."""
+    """Return the step of a run's newest checkpoint, or 0 after an error. The start of the run will raise the error."""
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)

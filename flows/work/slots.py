@@ -96,7 +96,7 @@ class Slots:
         self._file = self.folder / "slots.json"
 
     def devices(self) -> tuple[str, ...]:
-        """Return the device of each slot, or nothing if the root has no slots and any number of trainers may run."""
+        """Return the device of each slot. If the root has no slots, any number of trainers may run."""
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
@@ -186,7 +186,7 @@ class Slots:
 
 
 class HeldSlots:
-    """The slots that a run has acquired. A trainer inherits `descriptors`, and `environment` names its devices."""
+    """The slots that a run has acquired. A trainer inherits `descriptors`. `environment` names the devices."""
 
     def __init__(
         self, slots: Slots, request: SlotRequest, locks: Mapping[int, FileLock], devices: Sequence[str]

@@ -138,7 +138,7 @@ def require_pushable(repository: str) -> None:
 
 
 def write_card(layout: RunLayout, folder: Path, name: str, evaluated: Path) -> None:
-    """Write the README.md of an export, with the results of `millrace eval` for the folder `evaluated`."""
+    """Write the README.md of an export. It contains the results of `millrace eval` for the model folder `evaluated`."""
     manifest = read_manifest(folder, error=CheckpointError)
     step = int(manifest.values["step"]) if manifest is not None else 0
     results = tuple(_evaluations(layout.root, str(evaluated)))
