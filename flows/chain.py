@@ -159,9 +159,7 @@ def run_on_console(stage: Stage[R], run: OpenRun) -> R:
 
 
 def run_with_retries(stage: Stage[R], run: OpenRun, report: Callable[[str], None]) -> R:
-    """Run a stage. If the trainer process is lost, report this and run the stage again.
-
-    `runtime.max_chunk_retries` limits the repetitions."""
+    """Run a stage. If the trainer process is lost, report this and retry, at most `runtime.max_chunk_retries` times."""
     retries = run.config.runtime.max_chunk_retries if stage.in_trainer else 0
     for attempt in range(1, retries + 1):
         try:

@@ -52,11 +52,11 @@ R = TypeVar("R")
 LAST_STAGE: Final = "report"  # last stage of a whole run
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
-"""The command that ends after each of these stages. For all other stages, the command is `train`."""
+"""The command that runs an experiment up to this stage. For any other stage, the command is `train`."""
 
 
 def flow_run_name() -> str:
-    """Return a name of the last stage or flow, the experiment and the seed: `train/countdown_demo seed=2`."""
+    """Return a name such as `train/countdown_demo seed=2`. The first word is the last stage to run, or the flow."""
     given = flow_run.parameters
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
@@ -112,7 +112,7 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Name and tag the flow run. Log the same command without Prefect, and the settings that have no effect."""
+    """Name and tag the flow run. Log the command for the same work without Prefect, and settings without effect."""
     name, what = run_id(settings.config), _flow_or_stage()
     label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
     artifacts.log_command(join(settings.command(verb)))

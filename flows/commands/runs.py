@@ -146,8 +146,7 @@ def _print_line(line: str) -> None:
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Request a run to stop, and wait for its end. The run finishes its step and saves. To resume the run, repeat
-    its command.
+    """Request a run to stop, and wait for its end. The run finishes its step and saves. The run's command resumes it.
 
     Examples:
       millrace stop countdown_demo-s1

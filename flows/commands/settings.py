@@ -239,7 +239,7 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
-    """If `cfg` is set, print the settings or their section `package` as YAML. Otherwise print their source files."""
+    """If `cfg` is set, print the settings or their section `package` as YAML. Otherwise print where they come from."""
     from rlcore.config.base import Section, conf_dirs, value_at
     from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml

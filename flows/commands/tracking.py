@@ -229,7 +229,7 @@ def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
 
 
 def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return the addresses of MLflow pages. If no server runs, the command to start one follows the last address."""
+    """Return the addresses of MLflow pages. If no server runs, the last address ends with the command to start it."""
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI
 

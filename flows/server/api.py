@@ -145,7 +145,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 def running_prefect(root: Path) -> PrefectApi | None:
     """Return the server of `PREFECT_API_URL`, or else the running server recorded under the root.
-    Set the login of the latter. Raises MillraceError if the server of `PREFECT_API_URL` cannot be used.
+    Set the login of the recorded server. Raises MillraceError if the server of `PREFECT_API_URL` cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     if _own is not None and _own.url == url:

@@ -85,7 +85,7 @@ _watch: _FlowRunWatch | None = None
 
 @contextmanager
 def watch_flow_run() -> Iterator[None]:
-    """Watch this process's flow run inside the block. The state becomes Cancelled after the end of the block."""
+    """Watch this process's flow run inside the block. The block's locks are free before the state is Cancelled."""
     global _watch
     run_id = UUID(str(flow_run.id))
     watch = _watch = _FlowRunWatch(run_id, is_deployed=bool(deployment.id))

@@ -107,7 +107,8 @@ def _has_login(authorization: str, login: str) -> bool:
 
 class SlotsLimit:
     """An ASGI application in front of Prefect's server. It makes the limit `millrace-slots` show the root's slots.
-    The limit is updated before a client reads it. It only informs: runs train if they hold the locks of slots.
+    The limit is updated before a client reads it. The limit is only for display: the locks of the slots decide which
+    runs train.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:

@@ -1,7 +1,7 @@
 """The record of a stack (`stack.json` under its root), and the addresses and login that runs under the root use.
 
 A process is identified by its id and start time. The login is one line `millrace:<random>` in a file that
-only its owner can read. It is passed in the environment. Every user can read a command line and `stack.json`.
+only its owner can read. It is passed in the environment, because every user can read a command line or `stack.json`.
 """
 
 import os

@@ -26,7 +26,7 @@ def root_of(config: RunConfig) -> Path:
 
 
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build the dataset of a run or suite unless it exists. The result warns of references with a low score."""
+    """Build the dataset of a run or suite unless it exists. The result warns of references that miss the full score."""
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
     return replace(made, warning=check_parts(config, splits))
 

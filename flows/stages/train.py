@@ -152,7 +152,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Train(Stage[Chunk]):
-    """The stage that trains to the checkpoint of step `stop`. Only the last chunk waits until it is written."""
+    """The stage that trains up to step `stop` and saves. Only the last chunk waits for the end of the save."""
 
     name = "train"
     in_trainer = True

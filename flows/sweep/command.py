@@ -95,7 +95,6 @@ def start_sweep(
 
 
 def _show(sweep: "Sweep", *, as_json: bool) -> None:
-    """Print the runs of a sweep and their progress, as text or as JSON."""
     from flows.sweep.study import members_of
     from rlcore.config.sweep import format_point
 

@@ -211,7 +211,7 @@ def sweep(
     on_workers: bool = False,
     root: Root = None,
 ) -> State[None]:
-    """Train points (combinations of settings) with several seeds each, and compare them. Finished runs are skipped.
+    """Train points (combinations of settings) with several seeds, and compare the points. Finished runs are skipped.
 
     Args:
         spec: A name in conf/sweep, or the path of a file.

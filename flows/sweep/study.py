@@ -197,7 +197,7 @@ class BudgetTracker:
             return not over
 
     def estimate_s(self, steps: int, unfinished: int = 0) -> float | None:
-        """Return the seconds of `steps` steps at this call's mean speed, or None before its first step."""
+        """Return the seconds that `steps` steps take at this call's mean speed, or None before the first step."""
         known = self.read()
         done = known["steps"] - unfinished
         return (time.time() - known["begun"]) / done * steps if done > 0 else None

@@ -69,7 +69,7 @@ SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
     """Raise CheckpointError if the code, data or models of a run differ from the run's record, or if the run has more
-    steps than `trainer.total_steps`. The message lists the changes. `inputs` adds a comparison of the filtered rows.
+    steps than `trainer.total_steps`. The message lists the changes. Without `inputs`, filtered rows are not compared.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):  # the run has not begun

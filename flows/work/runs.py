@@ -49,13 +49,13 @@ A `stopped` run saved after a stop request. A `lost` run ended without a record.
 STATES: tuple[State, ...] = get_args(State)
 
 STOP_FILE = "stop.json"
-"""The file with the last stop request. `millrace stop` then sends no second signal, which would prevent the save."""
+"""The file with the last stop request. A repeated `millrace stop` reads it, and sends no second signal."""
 SAME_COMMAND = "the same command resumes it"
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The status of one run. `score` is the mean held-out reward of the newest scored checkpoint.
+    """The status of one run. `score` is the mean held-out reward of the newest validated checkpoint.
 
     `reward` is the training reward of the last step. `changed` is in seconds since the epoch. `note` explains the
     state. `gpu_seconds` is None without a GPU. `tokens_per_s` is the speed of each device in the last step.

@@ -91,8 +91,8 @@ class TrainerProcess:
     """A trainer process, started by the first call and again by the first call after its loss.
 
     Use it as a context manager in the main thread, because the process ends with the thread that started it.
-    `lock` is the descriptor of the run's lock, or None. An exception from `on_event`, `on_line` or `on_wait` during a call
-    stops the process. The process then has `stop_wait_s` seconds to finish its step and save.
+    `lock` is the descriptor of the run's lock, or None. An exception from `on_event`, `on_line` or `on_wait` during a
+    call stops the process. The process then has `stop_wait_s` seconds to finish its step and save.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class TrainerProcess:
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
         """Send a command to the process and wait for its result. If there is no process, wait for slots and start one.
 
-        Raises the trainer's error, StopRequestedError if it saved and stopped on request, or WorkerLostError if the
-        process died. The next call then resumes from the last checkpoint.
+        Raises the trainer's error, StopRequestedError if the trainer was stopped, or WorkerLostError if the process
+        died. The next call then resumes from the last checkpoint.
         """
         child = self._start()
         try:
