@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class Guard:
     """An ASGI application that passes the requests of our own clients and pages to `app`.
 
-    It refuses a Host header that does not name the loopback interface (DNS rebinding), pages of another origin, and
-    requests without `login` (`user:password`) except for `/health`. If `login` is None, `app` checks logins.
+    It refuses a Host header that does not name the loopback interface (DNS rebinding), and pages of another origin.
+    Requests other than `/health` need `login` (`user:password`). If `login` is None, `app` checks logins.
     """
 
     def __init__(self, app: ASGIApp, login: str | None = None) -> None:

@@ -91,7 +91,7 @@ def inputs_of(run: OpenRun) -> RunInputs:
 
 
 def last_step(run: OpenRun) -> int:
-    """Return the step of the newest complete checkpoint, or the number of steps of a finished supervised run."""
+    """Return the step of the newest complete checkpoint. For a finished supervised run, return its number of steps."""
     config = run.config
     if not config.is_supervised:
         return committed_step(config)

@@ -136,7 +136,7 @@ def read_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | Non
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The training between the checkpoints at `start` and `stop`. `cached` is true if it was already done."""
+    """The training between the checkpoints at `start` and `stop`. `cached` is true if the chunk existed before."""
 
     start: int
     stop: int

@@ -59,7 +59,7 @@ class SweepResult:
 
     @property
     def best(self) -> Row | None:
-        """The finished point with the best score and the lowest number, or None if no point is finished."""
+        """The finished point with the best score, or None if no point is finished. The lowest number wins a tie."""
         return self.points[0] if self.points and self.points[0]["state"] == "finished" else None
 
     @property

@@ -39,7 +39,7 @@ from rlcore.tracking.journal import read_journal
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""The attributes of a point's trial. If a trial has no settings, its process was killed while it created the trial."""
+"""The attributes of a point's trial. If a trial has no settings, its process was killed during the creation."""
 SEED_STRIDE = 100_003  # distance between the sampler seeds of two search seeds; each point has its own
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 

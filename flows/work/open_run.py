@@ -270,8 +270,8 @@ def open_run(
 ) -> Iterator[OpenRun]:
     """Open a run inside the block. If the trainer of an earlier command still runs, call `report` and wait.
 
-    Raises RunInUseError if another command uses the run or the earlier trainer does not end, CheckpointError if the
-    recorded inputs have changed (`require_same_inputs`), and DataError if the run's folder cannot be written or read.
+    Raises RunInUseError if another command uses the run or the earlier trainer does not end. Raises
+    CheckpointError if the inputs have changed, and DataError if the run's folder cannot be written or read.
     """
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since

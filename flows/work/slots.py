@@ -56,9 +56,7 @@ _DEVICES = TypeAdapter(tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """The slots of a root at one moment: the device of each slot ('' on a CPU), the holder of each used slot, and the
-    waiting requests in order.
-    """
+    """The slots of a root at one moment: devices ('' on a CPU), holders of used slots, waiting requests in order."""
 
     devices: tuple[str, ...]
     holders: Mapping[int, SlotRequest]
@@ -154,8 +152,8 @@ class Slots:
         return next((state.wait_reason(request) for request in state.waiting if request.run_id == run_id), "")
 
     def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
-        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason, and its exception
-        ends the wait. Raises ConfigError as soon as the root has fewer slots than requested.
+        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason. An exception from
+        `on_wait` ends the wait. Raises ConfigError as soon as the root has fewer slots than requested.
         """
         if not self.devices():
             return HeldSlots(self, request, {}, ())

@@ -1,7 +1,7 @@
 """The control of a trainer process by its flow: start, commands, replies and end.
 
-The process has a separate session and no standard streams of the flow, so that a signal to the flow's process group
-does not interrupt a step. The kernel signals the process when the flow dies (see `flows.server.launch`).
+A signal to the flow's process group must not interrupt a step. The process therefore has a separate session, and no
+standard streams of the flow. The kernel signals the process when the flow dies (see `flows.server.launch`).
 """
 
 import os
