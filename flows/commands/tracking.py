@@ -81,7 +81,7 @@ def compare(
     uri: Uri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
 ) -> None:
-    """Compare settings, curves, metrics and costs of runs with those of the first run. Metrics have confidence intervals.
+    """Compare settings, curves, metrics and costs of runs with those of the first. Metrics have confidence intervals.
 
     Examples:
       millrace compare countdown_demo-s1 countdown_demo-s2

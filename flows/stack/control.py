@@ -98,7 +98,7 @@ def down(root: Path) -> None:
 
 
 def status(root: Path) -> None:
-    """Print a row for each service, and exit with code 0 if all are up, otherwise 1."""
+    """Print a row for each service. The exit code is 0 if all services are up, otherwise 1."""
     stack, states = read_stack(root), service_states(root)
     rows = [(one.name, state, one.url or f"process {one.pid}", str(one.log)) for one, state in states]
     if not states:

@@ -128,7 +128,7 @@ def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
 
 
 def published_model_path(config: RunConfig) -> str | None:
-    """Return `model.path` if this machine lacks the model but we know the model's shape, otherwise None."""
+    """Return `model.path` if this machine lacks the model but Millrace knows its shape, otherwise None."""
     path = config.model.path
     if path is None or path not in PUBLISHED:
         return None

@@ -94,7 +94,7 @@ class Slots:
         self._file = self.folder / "slots.json"
 
     def devices(self) -> tuple[str, ...]:
-        """Return the device of each slot. If the root has no slots, any number of trainers may run."""
+        """Return the device of each slot, or () if the root has no slots. Without slots, trainers are not limited."""
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:

@@ -43,8 +43,8 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
-    """Return the folder or hub id of the run's initial policy. Raises DataError if the folder is missing, ModelError if
-    the hub model is neither cached nor reachable.
+    """Return the folder or hub id of the run's initial policy. Raises DataError if the folder is missing. Raises
+    ModelError if the hub model is neither cached nor reachable.
     """
     if config.is_supervised:
         config = config.model_copy(update={"warm_start": WarmStartConfig()})
