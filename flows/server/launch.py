@@ -37,8 +37,7 @@ def start_process(
     tether: bool = True,
 ) -> "subprocess.Popen[bytes]":
     """Start a command in a new session, without input, and append its output to `log`. The command inherits
-    `descriptors` and works in `folder` (default: the current folder). With `tether`, the command ends with
-    this process.
+    `descriptors` and works in `folder` or the current folder. With `tether`, the command ends with this process.
     """
     import subprocess
 

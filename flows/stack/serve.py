@@ -107,8 +107,7 @@ def _has_login(authorization: str, login: str) -> bool:
 
 class SlotsLimit:
     """An ASGI application in front of Prefect's server. It makes the limit `millrace-slots` show the root's slots.
-    The limit is updated before a client reads it. The limit is only for display: the locks of the slots decide which
-    runs train.
+    The limit is updated before a client reads it. It is only for display: the slots' locks decide which runs train.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:

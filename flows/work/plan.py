@@ -56,8 +56,7 @@ class RunPlan:
     """The stages of a run with their status, and the run's requirements.
 
     The memory plans are for one rank's GPU. They are None if the model's shape is unknown. Without a warm start,
-    `warm_start_memory` is None. For `published_model`, see `published_model_path`.
-    In `versions`, `flow.<package>` is this process's version of a package if the trainer has another version.
+    `warm_start_memory` is None. In `versions`, `flow.<package>` is this process's version if the trainer's differs.
     """
 
     run_id: str

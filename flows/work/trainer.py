@@ -136,8 +136,8 @@ class TrainerProcess:
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
         """Send a command to the process and wait for its result. If there is no process, wait for slots and start one.
 
-        Raises the trainer's error, StopRequestedError if the trainer was stopped, or WorkerLostError if the process
-        died. The next call then resumes from the last checkpoint.
+        Raises the trainer's error, StopRequestedError if the trainer was stopped, or WorkerLostError if the process is
+        lost. The next call then resumes from the last checkpoint.
         """
         child = self._start()
         try:
