@@ -64,7 +64,7 @@ class Run:
         return pd.DataFrame([dict(record.metrics) for record in records], index=index)
 
     def validation(self, name: str = "after") -> ValidationResult:
-        """Return the validation `before` or `after` training, or of a checkpoint. Raises DataError if it is missing."""
+        """Return a validation: `before`, `after` or the name of a checkpoint. Raises DataError if it does not exist."""
         file = self.layout.validation / f"{name}.json"
         if not file.is_file():
             there = sorted(each.stem for each in self.layout.validation.glob("*.json"))

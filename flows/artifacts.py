@@ -96,12 +96,12 @@ def _update(run: OpenRun, what: str, description: str, data: Content, kind: str 
 
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
-    """Show the progress of a stage in percent. A training in several chunks of steps has one progress bar."""
+    """Show the progress of a stage in percent. All chunks of a training share one progress bar."""
     _update(run, f"progress-{stage}", text, lambda: percent, "progress")
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
-    """Show a table of the first and the latest validations in training."""
+    """Show a table of the first validation and the latest validations during training."""
     known = run.prefect_view.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
@@ -151,7 +151,7 @@ def show_checkpoints(run: OpenRun) -> None:
 
 
 def show_mlflow_page(run: OpenRun) -> None:
-    """Show the link to MLflow's table of all runs. Do nothing before the address of the run's page is known."""
+    """Show the link to MLflow's table of all runs. Do nothing if the address of the run's page is unknown."""
     if (page := run.prefect_view.mlflow_page) and "mlflow" not in run.prefect_view.artifacts:
         _update(run, "mlflow", f"{run.run_id} among all runs in MLflow", lambda: table_url(page), "link")
 
@@ -172,7 +172,7 @@ def show_report(run: OpenRun, html: Path) -> None:
 
 
 def assets_of(stage: Stage[Any], run: OpenRun) -> list[Asset]:
-    """Return the asset that a stage of a run adds to Prefect, if there is one."""
+    """Return the Prefect asset of a stage's result. The list is empty if there is no asset."""
     if (place := stage.asset(run)) is None:
         return []
     properties = AssetProperties(name=stage.title(run), url=place.as_uri())
@@ -306,5 +306,5 @@ def log_unused_settings(lines: Iterable[str]) -> None:
 
 
 def log_command(command: str) -> None:
-    """Log the equivalent command, which does not use Prefect."""
+    """Log the command that does the same work without Prefect."""
     get_run_logger().info("Equivalent command without Prefect: %s", command)

@@ -84,7 +84,7 @@ class StageResults(list[tuple[Stage[Any], Any]]):
 
 
 def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> list[Stage[Any]]:
-    """Return the stages of a run up to the last one that is named `last`."""
+    """Return the stages of a run up to and including the stage `last`. All chunks of the stage `train` are included."""
     stages = stages_of(config, to_step)
     return stages[: max(index for index, stage in enumerate(stages, 1) if stage.name == last)]
 
@@ -159,7 +159,7 @@ def run_on_console(stage: Stage[R], run: OpenRun) -> R:
 
 
 def run_with_retries(stage: Stage[R], run: OpenRun, report: Callable[[str], None]) -> R:
-    """Run a stage. If the trainer process is lost, report this and run it again (`runtime.max_chunk_retries`)."""
+    """Run a stage. If the trainer process is lost, report this and retry, at most `runtime.max_chunk_retries` times."""
     retries = run.config.runtime.max_chunk_retries if stage.in_trainer else 0
     for attempt in range(1, retries + 1):
         try:

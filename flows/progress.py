@@ -30,7 +30,7 @@ def skipped_suffix(cached: bool) -> str:
 
 
 class Display:
-    """A display of stages and events. This base class shows nothing, because a worker logs everything to Prefect."""
+    """A display of stages and events. This base class shows nothing. Workers use it, because they log to Prefect."""
 
     def line(self, text: str) -> None:
         """Print a permanent line."""
@@ -61,7 +61,7 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """A display that labels each line. `later_s`: the expected time of all later runs, or None."""
+    """A display that labels each line. `later_s`: the expected time of the runs after this run, or None."""
 
     def __init__(self, shown: Display, label: str, later_s: float | None = None) -> None:
         self._shown, self._label, self._later_s = shown, label, later_s
@@ -274,7 +274,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _metrics_by_kind(values: Mapping[str, str]) -> str:
-    """Return held-out metrics as text. Shares of solved problems are labelled, since weighted rewards may exceed 1."""
+    """Return held-out metrics as text. Rewards and shares of solved problems are labelled and separated."""
     labels = _labels(list(values))
     kinds = {"reward": [name for name in values if "/pass_at_" not in name]}
     kinds["share solved"] = [name for name in values if name not in kinds["reward"]]

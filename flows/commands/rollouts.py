@@ -148,7 +148,8 @@ def audit(
 def ground_truth_converter(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
     """Return a function that converts a recorded ground truth (JSON) to the form that `scorer` expects.
 
-    In a mixture, a ground truth also names its row's scorer. Any other scorer gets the ground truth without this name.
+    If each row of the run names a scorer, the ground truth contains this name. The function removes the name
+    unless the run's own scorers are used.
     """
     from rlcore.config.data import BY_ROW
     from rlcore.rollout.by_part import without_scorer
@@ -167,7 +168,7 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 
 @contextmanager
 def _scoring_pool(config: "RunConfig", layout: "RunLayout", scorer: str | None) -> "Iterator[ScoringPool]":
-    """Yield processes that run `scorer` or, by default, the scorer of the run. Only the latter has `reward.weights`."""
+    """Yield processes that run `scorer`, by default the run's scorer. Only the run's scorer uses `reward.weights`."""
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer
     from rlcore.user_code import run_code
@@ -215,9 +216,9 @@ def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit
 
 
 def recorded_pairs(found: "SearchResult", files: Sequence[Path], run: str) -> list[dict[str, Any]]:
-    """Return the best and the worst recorded response of each group as a pair. `files` contain the prompts.
+    """Return the best and worst recorded response of each group as a pair. The prompts are read from `files`.
 
-    Responses that end at the length limit or have no score are left out, and so are groups with equal scores."""
+    Responses that end at the length limit or have no score are left out. Groups with equal scores are left out too."""
     from rlcore.prompt import ROWS_PER_SOURCE
 
     light = found.light.select([*_GROUP, "score", "finish_reason"]).to_pandas()

@@ -157,7 +157,7 @@ def _compose_and_plan(
     package: str | None,
     info: str | None,
 ) -> "tuple[RunSettings, RunPlan] | None":
-    """Compose, check and plan a run. The options `--cfg`, `--info` and `--dry-run` only print, and return None."""
+    """Compose, check and plan a run. With `--cfg`, `--info` or `--dry-run`, print the result and return None."""
     require_dry_run(as_json=as_json, dry_run=dry_run)
     if package is not None and cfg is None:
         raise ConfigError(f"--package: goes with --cfg job alone; got {package}. Add --cfg job")

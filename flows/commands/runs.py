@@ -146,7 +146,7 @@ def _print_line(line: str) -> None:
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Request a run to stop, and wait for its end. The run finishes its step and saves. Repeat its command to resume.
+    """Request a run to stop, and wait for its end. The run finishes its step and saves. The run's command resumes it.
 
     Examples:
       millrace stop countdown_demo-s1
@@ -223,7 +223,7 @@ def slots(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show or set the number of ranks that train concurrently under a root. Show the holders of slots and the queue.
+    """Show or set the number of ranks that train concurrently under a root. List the runs that hold or await slots.
 
     Examples:
       millrace slots

@@ -122,7 +122,7 @@ def _require_text(words: Sequence[str]) -> None:
 
 
 def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
-    """Refuse an option with a missing or empty value, such as an unset shell variable, unless its default is empty."""
+    """Raise ConfigError if an option has no value, or has an empty value although its default is not empty."""
     takes = {option: one.default for one in command.params if not getattr(one, "is_flag", True) for option in one.opts}
     for word, following in pairwise([*words, None]):
         option = str(word).rstrip("=")
@@ -151,7 +151,7 @@ def root_in_overrides(words: Sequence[str]) -> Path | None:
 
 
 def root_folder(given: str | Path) -> Path:
-    """Return the folder of `--root`, which may not exist yet. Raises BadParameter if a file is in the way."""
+    """Return the folder of `--root`, which may not exist yet. Raises BadParameter if a file blocks the path."""
     from rlcore.storage.disk import find_obstacle
 
     root = Path(os.path.expanduser(given))  # noqa: PTH111 it keeps the path of an unknown user
@@ -161,7 +161,7 @@ def root_folder(given: str | Path) -> Path:
 
 
 def use_config_dir(given: Path | None) -> Path | None:
-    """Set the folder of `--config-dir` for this process and its children. Raises ConfigError if it is absent."""
+    """Set the folder of `--config-dir` for this process and its children. Raises ConfigError if it does not exist."""
     if given is not None:
         from rlcore.config.base import CONFIG_DIR_VARIABLE, conf_dirs
 
@@ -221,7 +221,7 @@ def require_only_settings(words: Sequence[str] | None) -> None:
 
 
 def show_wrong_settings(settings: Sequence[str] | None, root: Path | None, package: str | None) -> None:
-    """Print settings that have problems as YAML. Nothing is printed if their experiment is unknown."""
+    """Print settings as YAML although some are wrong. Print nothing if the experiment is unknown."""
     from flows.parameters import RunSettings, all_overrides
     from rlcore.config.compose import compose
 
@@ -239,7 +239,7 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
-    """Print the settings, or only the section `package`, as YAML if `cfg` is set. Otherwise print their sources."""
+    """If `cfg` is set, print the settings or their section `package` as YAML. Otherwise print where they come from."""
     from rlcore.config.base import Section, conf_dirs, value_at
     from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml

@@ -81,7 +81,7 @@ def compare(
     uri: Uri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
 ) -> None:
-    """Compare the settings, curves, metrics and costs of runs with the first run. Metrics have confidence intervals.
+    """Compare settings, curves, metrics and costs of runs with those of the first. Metrics have confidence intervals.
 
     Examples:
       millrace compare countdown_demo-s1 countdown_demo-s2
@@ -229,7 +229,7 @@ def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
 
 
 def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return the addresses of served MLflow pages. If no server runs, add the command that starts a server."""
+    """Return the addresses of MLflow pages. If no server runs, the last address ends with the command to start it."""
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI
 

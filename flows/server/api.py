@@ -1,7 +1,7 @@
 """The choice and start of a command's Prefect server. Call these functions before Prefect is imported.
 
-The server is the one of `PREFECT_API_URL`, otherwise the running server of `millrace up` under the same root. Without
-either, the command starts a server that ends with the command. The database of this server is in `<root>/prefect`.
+A command uses the server of `PREFECT_API_URL`, or else the running server of `millrace up` under the same root. Without
+these, the command starts a server that ends with the command. The database of this server is in `<root>/prefect`.
 """
 
 import atexit
@@ -59,7 +59,7 @@ class LocalServer:
     """A Prefect server that ends with this process. Only this process and its children know the login.
 
     Prefect's own ephemeral server would outlive a killed process and accept any Host header. Another user could take
-    the port of the ephemeral server. Its start could not overlap the import of Prefect.
+    the port of the ephemeral server. That server could not start while Prefect is imported.
     """
 
     def __init__(self, home: Path) -> None:
@@ -96,7 +96,7 @@ class LocalServer:
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     def wait(self) -> None:
-        """Wait until the server is up. Raises MillraceError, with the end of its log, if the server does not start."""
+        """Wait until the server is up. If it does not start, raises MillraceError with the end of the log."""
         try:
             _check_health(self.url, START_WAIT_S)
         except OSError as error:
@@ -144,8 +144,8 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """Return the server of `PREFECT_API_URL` or the running server recorded under the root, and set its login. Raises
-    MillraceError if the server of `PREFECT_API_URL` cannot be used.
+    """Return the server of `PREFECT_API_URL`, or else the running server recorded under the root.
+    Set the login of the recorded server. Raises MillraceError if the server of `PREFECT_API_URL` cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     if _own is not None and _own.url == url:
@@ -170,7 +170,7 @@ def is_reachable(url: str) -> bool:
 
 
 def _require_prefect(url: str) -> None:
-    """Check that a Prefect server of our major and minor version answers at `url` and accepts our login."""
+    """Check that a Prefect server of the minor version installed here answers at `url` and accepts our login."""
     what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL to start one here."
     try:
         _check_health(url, ANSWER_WAIT_S)

@@ -3,7 +3,7 @@
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
 The launcher asks the kernel to send SIGTERM when the parent's thread that started the launcher ends. The launcher then
-replaces itself by the command. It takes 20 ms. A `preexec_fn` may deadlock in a process with threads.
+replaces itself by the command. This takes 20 ms. A `preexec_fn` is not used: it may deadlock if a process has threads.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def start_process(
     tether: bool = True,
 ) -> "subprocess.Popen[bytes]":
     """Start a command in a new session, without input, and append its output to `log`. The command inherits
-    `descriptors` and works in `folder` (default: the current folder). With `tether`, it ends with this process.
+    `descriptors` and works in `folder` or the current folder. With `tether`, the command ends with this process.
     """
     import subprocess
 

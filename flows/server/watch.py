@@ -1,7 +1,7 @@
 """Detection of a cancellation or suspension of this process's flow run that was requested at the Prefect server.
 
-The flow polls its state. The event of a suspension may come before the state is in the database. A worker of Prefect
-3.7 cancels a flow run only once, and not after a retry. A dead worker cancels nothing.
+The process polls its state, because Prefect's signals are incomplete. The event of a suspension may precede the state
+in the database. A worker of Prefect 3.7 does not cancel a flow run again after a retry. A dead worker cancels nothing.
 """
 
 import logging
@@ -37,7 +37,7 @@ ENGINE = "prefect.engine"
 
 
 class FlowCancelledError(Abort):
-    """An error that ends a cancelled or stopped flow run if no worker ends it. The trainer's state is already saved."""
+    """The error that ends a cancelled or stopped flow run, unless a worker ends it. The trainer has saved before."""
 
 
 class _FlowRunWatch:
@@ -85,7 +85,7 @@ _watch: _FlowRunWatch | None = None
 
 @contextmanager
 def watch_flow_run() -> Iterator[None]:
-    """Watch this process's flow run inside the block. Locks of the block are released before the state is Cancelled."""
+    """Watch this process's flow run inside the block. The block's locks are free before the state is Cancelled."""
     global _watch
     run_id = UUID(str(flow_run.id))
     watch = _watch = _FlowRunWatch(run_id, is_deployed=bool(deployment.id))
@@ -122,8 +122,8 @@ def end_if_suspended() -> None:
 def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Convert a stop signal inside the block into FlowCancelledError, which cancels the flow run.
 
-    Prefect itself treats SIGINT as a crash and ends the process after SIGTERM without a correct state. If a deployed
-    run gets a signal because its worker ends, the error is raised unchanged. The next `millrace up` resumes the run.
+    Prefect itself treats SIGINT as a crash, and leaves a wrong state after SIGTERM. A deployed run also gets a signal
+    when its worker ends. In this case, the error is raised unchanged, and the next `millrace up` resumes the run.
     """
     try:
         yield
@@ -199,7 +199,7 @@ def set_flow_run_state(state: State[object]) -> None:
 
 
 def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
-    """Return a context manager that limits retries of requests to an absent Prefect server. Entering it takes 60 ms."""
+    """Return a context manager that limits the retries if the Prefect server is down. Entering it takes 60 ms."""
     return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 

@@ -52,8 +52,8 @@ def up(
 ) -> None:
     """Start the missing services, apply the deployments, and print the addresses. The command may be repeated.
 
-    An error stops the services that this call has started. If a port is None, the last used, the default or a free one
-    is chosen. Raises MillraceError if a service does not start.
+    After an error, the services that this call has started are stopped. If a port is None, the last used port is tried
+    first, then the default port, then any free port. Raises MillraceError if a service does not start.
     """
     root, ports = root.resolve(), {"prefect": prefect_port, "mlflow": mlflow_port}
     try:
@@ -81,7 +81,7 @@ def up(
 
 
 def down(root: Path) -> None:
-    """Stop the services of `up` and its workers' flow runs, which save first. The next `up` resumes the flow runs."""
+    """Stop the services of `up` and the flow runs, which save first. The next `up` resumes the flow runs."""
     root = root.resolve()
     with _stack_lock(root):
         running = read_stack(root).running()
@@ -98,7 +98,7 @@ def down(root: Path) -> None:
 
 
 def status(root: Path) -> None:
-    """Print a row for each service, and exit with code 0 if all are up, otherwise 1."""
+    """Print a row for each service. The exit code is 0 if all services are up, otherwise 1."""
     stack, states = read_stack(root), service_states(root)
     rows = [(one.name, state, one.url or f"process {one.pid}", str(one.log)) for one, state in states]
     if not states:
@@ -181,7 +181,7 @@ def _start_services(
 
 
 def _start(root: Path, state: StackState, name: str, start: Callable[[StackState], Service]) -> StackState:
-    """Start a service unless it is running. It is recorded immediately, so that `down` can stop it after any error."""
+    """Start a service unless it is running. Record it immediately, so that `down` can stop it after an error."""
     if state.running_service(name) is not None:
         return state
     others = tuple(service for service in state.services if service.name != name)
@@ -229,8 +229,8 @@ def _apply_deployments(root: Path, state: StackState, notify_block: str | None) 
 
 
 def keep_profile(url: str, login: str) -> tuple[bool, str]:
-    """Write the Prefect profile of a stack, and activate it unless the user has activated another profile. Return
-    whether Prefect's commands find this stack in a shell with this environment, and a line about the profile.
+    """Write the Prefect profile of a stack, and activate it unless another profile was chosen. Return
+    whether Prefect's commands find this stack in a shell with this environment. Also return a line about the profile.
 
     Nothing changes if the profile belongs to another running stack or cannot be written.
     """

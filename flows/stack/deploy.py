@@ -47,8 +47,8 @@ JOB_TEMPLATE: dict[str, Any] = {
     "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""The template of the process that a worker starts for a flow run. Job variables are refused, because by default a
-variable may set another command, environment or folder.
+"""The template of the process that a worker starts for a flow run. It refuses job variables, because
+a job variable could set another command, environment or folder.
 """
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
 """The largest number of concurrent flow runs in each work queue."""
@@ -102,7 +102,7 @@ NULL_TYPE = {"type": "null"}
 
 
 def simplify_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
-    """Let users clear the optional fields of a deployment's form. Also set whether the deployment is paused."""
+    """Let users clear the optional fields of a deployment's form, and pause or resume the deployment."""
     schema = without_null_types(deployment.parameter_openapi_schema or {})
     client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
 
@@ -163,7 +163,7 @@ CANCELLED_RUNS = AutomationCore(
     ),
     actions=[ChangeFlowRunState(state=StateType.CANCELLED, name="Cancelled", message=CANCELLED, force=False)],
 )
-"""The automation that restores a cancelled run's message, which Prefect's worker replaces by a fixed text."""
+"""The automation that sets our message on a cancelled run, because Prefect's worker writes a fixed text."""
 
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:

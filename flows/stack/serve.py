@@ -4,7 +4,7 @@
     python -m flows.stack.serve one-command FD  the server of one command (`flows.server.api`) on an open socket
 
 `prefect server start` has no option for a guard. Clients of the open socket FD wait until the server is up. `mlflow
-server` finds `guarded_mlflow` in `pyproject.toml`. Secrets are in the environment, as all users can see a command line.
+server` gets `guarded_mlflow` from `pyproject.toml`. Secrets are in the environment, as any user can see a command line.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class Guard:
     """An ASGI application that passes the requests of our own clients and pages to `app`.
 
-    It refuses a Host header that does not name the loopback interface (DNS rebinding), pages of another origin, and
-    requests without `login` (`user:password`) except for `/health`. If `login` is None, `app` checks logins.
+    It refuses a Host header that does not name the loopback interface (DNS rebinding), and pages of another origin.
+    Requests other than `/health` need `login` (`user:password`). If `login` is None, `app` checks logins.
     """
 
     def __init__(self, app: ASGIApp, login: str | None = None) -> None:
@@ -106,8 +106,8 @@ def _has_login(authorization: str, login: str) -> bool:
 
 
 class SlotsLimit:
-    """An ASGI application that passes requests to Prefect's server, whose limit `millrace-slots` shows the root's
-    slots. The limit is updated before a client reads it. The slots' locks decide which runs train.
+    """An ASGI application in front of Prefect's server. It makes the limit `millrace-slots` show the root's slots.
+    The limit is updated before a client reads it. It is only for display: the slots' locks decide which runs train.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:
@@ -115,7 +115,7 @@ class SlotsLimit:
         self._slots = Slots(root)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, after an update of the limit if the request reads concurrency limits."""
+        """Pass a request on. If the request reads concurrency limits, update the limit first."""
         path = scope.get("path", "")
         if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
             try:
@@ -140,7 +140,7 @@ class SlotsLimit:
 
 
 def main() -> None:
-    """Serve Prefect until SIGTERM. A server for one command has no web pages, but records runs and events."""
+    """Serve Prefect until SIGTERM. The server of one command has no web pages, but it records runs and events."""
     import uvicorn
     from prefect.server.api.server import create_app
 
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def hide_address(record: logging.LogRecord) -> bool:
-    """Remove the text of httpx's errors from a log record. This text has the secret address of a notification block."""
+    """Remove httpx's error text from a log record. The text contains the secret address of a notification block."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, httpx.HTTPError | httpx.InvalidURL):
         status = f" {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else ""
@@ -165,8 +165,8 @@ def hide_address(record: logging.LogRecord) -> bool:
 
 
 def guarded_mlflow() -> Guard:
-    """Return MLflow's application and the page of responses, both behind a login. MLflow's own logins are not used:
-    they need a second database and hash a password for each request.
+    """Return MLflow's application and the page of responses, both behind a login. MLflow's own logins are not used,
+    because they need a second database and hash a password for each request.
     """
     from flows.stack.responses import with_responses
     from rlcore.tracking.connection import mlflow_app

@@ -213,7 +213,7 @@ def wait_until_ready(service: Service) -> None:
 
 
 def is_ready(service: Service) -> bool:
-    """Return whether the service's own process listens on its port and its page answers."""
+    """Return whether a service is ready: its process listens on the service's port, and its page answers."""
     process = service.process()
     if process is None or not _listens(process, service.port):
         return False

@@ -1,7 +1,7 @@
 """The record of a stack (`stack.json` under its root), and the addresses and login that runs under the root use.
 
-A process is identified by its id and start time. The login is one line `millrace:<random>` in a file of its owner. It
-is passed in the environment, never in a command line or in `stack.json`, which every user can read.
+A process is identified by its id and start time. The login is one line `millrace:<random>` in a file that
+only its owner can read. It is passed in the environment, because every user can read a command line or `stack.json`.
 """
 
 import os
@@ -118,13 +118,13 @@ MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 
 
 def prefect_database(home: Path) -> str:
-    """Return the address of a Prefect server's database, from the environment or in the server's home folder."""
+    """Return the address of a Prefect server's database. The default is a file in the server's home folder."""
     named = os.environ.get(PREFECT_DATABASE) or os.environ.get(PREFECT_SERVER_DATABASE)
     return named or sqlite_address(home / "prefect.db", "sqlite+aiosqlite:///")
 
 
 def mlflow_database(root: Path) -> str:
-    """Return the address of the MLflow server's database, from the environment or under the root."""
+    """Return the address of the MLflow server's database. The default is a file under the root."""
     return os.environ.get(MLFLOW_DATABASE) or default_mlflow_database(root)
 
 
@@ -147,7 +147,7 @@ STACK_ROOT = "MILLRACE_STACK"  # the root of a stack, which is the default root 
 
 def stack_tracking_uri(root: Path) -> str | None:
     """Return the address of the stack's MLflow server, and set its login in the environment. Return None if runs use
-    the file under the root.
+    the MLflow file under the root.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
@@ -162,8 +162,8 @@ _user_login: dict[str, str | None] = {}  # the user's own, while the environment
 def set_mlflow_login(uri: str, root: Path) -> str:
     """Set the login for this address in the environment of MLflow's clients, and return the address.
 
-    The address of the stack's running server gets the stack's login. Any other address gets the user's login, because
-    another user may have the port of a stopped stack.
+    The stack's login is used only for the stack's running server. Any other address gets the login that the user has
+    set, because another user's server may have the port of a stopped stack.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
@@ -209,8 +209,8 @@ def new_login() -> str:
 
 
 def root_login(root: Path) -> str:
-    """Return the login of this root's servers, which the first call creates. Raises MillraceError if another user can
-    read the login's file or has written it.
+    """Return the login of this root's servers. The first call creates the login. Raises MillraceError if another user
+    can read the login's file or has written it.
     """
     path = root / SECRET_FILE
     if not path.exists():

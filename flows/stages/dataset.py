@@ -26,7 +26,7 @@ def root_of(config: RunConfig) -> Path:
 
 
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build the dataset of a run or suite, or return the existing one. The result warns of doubtful references."""
+    """Build the dataset of a run or suite unless it exists. The result warns of references that miss the full score."""
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
     return replace(made, warning=check_parts(config, splits))
 
@@ -91,7 +91,7 @@ def inputs_of(run: OpenRun) -> RunInputs:
 
 
 def last_step(run: OpenRun) -> int:
-    """Return the step of the newest complete checkpoint, or the number of steps of a finished supervised run."""
+    """Return the step of the newest complete checkpoint. For a finished supervised run, return its number of steps."""
     config = run.config
     if not config.is_supervised:
         return committed_step(config)
@@ -124,7 +124,7 @@ def status_of_rows(
 def count_rows(config: RunConfig, splits: Sequence[str] = SPLITS) -> int | None:
     """Check the rows of local files. Return the number of rows in the first split, or None if it is unknown.
 
-    For a custom function, this is the requested number. Raises DataError with the file and line of an invalid row.
+    For a custom function, the settings give this number. Raises DataError with the file and line of an invalid row.
     """
     from data.trial import validate_rows
 

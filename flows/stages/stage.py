@@ -126,7 +126,7 @@ def judge_failure_message(failure: str) -> str:
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
-    """Play one turn. Play it again in another process if the environment is repeatable, and compare the replies."""
+    """Play one turn. If the environment is repeatable, repeat the turn in another process and compare the replies."""
     name = config.data.environment
     played = [_first_replies(row, config) for _ in range(1 + is_repeatable(resolve_environment(name)))]
     if played[0] != played[-1]:
@@ -210,7 +210,7 @@ class Stage(ABC, Generic[R]):
     in_trainer: ClassVar[bool] = False  # repeated after the loss of the trainer process
 
     def title(self, run: OpenRun) -> str:
-        """Return the name of the task that runs this stage."""
+        """Return the name of the Prefect task that runs this stage."""
         return f"{self.name} {run.title}"
 
     @abstractmethod

@@ -136,7 +136,7 @@ def read_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | Non
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The training between the checkpoints at `start` and `stop`. `cached` is true if it was already done."""
+    """The training between the checkpoints at `start` and `stop`. `cached` is true if the chunk existed before."""
 
     start: int
     stop: int
@@ -152,7 +152,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Train(Stage[Chunk]):
-    """The stage that trains to the checkpoint of step `stop`. Only the last chunk waits for its checkpoint."""
+    """The stage that trains up to step `stop` and saves. Only the last chunk waits for the end of the save."""
 
     name = "train"
     in_trainer = True

@@ -62,7 +62,7 @@ def start_sweep(
     verbose: bool,
     on_workers: bool = False,
 ) -> None:
-    """Run a sweep, or show its plan. The content of a sweep without a file is written below the root before the run.
+    """Run a sweep, or show its plan. If `spec` is a mapping, it is first written to a file below the root.
 
     The exit code is 1 if a point has failed.
     """
@@ -95,7 +95,6 @@ def start_sweep(
 
 
 def _show(sweep: "Sweep", *, as_json: bool) -> None:
-    """Print the runs of a sweep and their progress, as text or as JSON."""
     from flows.sweep.study import members_of
     from rlcore.config.sweep import format_point
 

@@ -73,7 +73,7 @@ def wait_for_others() -> None:
 
 
 class SweepWorker:
-    """A worker that trains each point to the comparison steps, reports the score, and prunes or finishes the point.
+    """A worker that trains points. It reports the score of a point at each comparison step, and may prune the point.
 
     Several processes may share the study and the budget. Each point belongs to one process.
     """
@@ -87,7 +87,8 @@ class SweepWorker:
     def run(self, *, whole: bool = True) -> str:
         """Train points until all have ended or the budget is used up. Return the last error or ''.
 
-        If `whole` is false, train one point. Wait for other processes, and continue the points of killed processes.
+        If `whole` is false, stop after one point. If no point is free, wait for other processes. Continue the points of
+        killed processes.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():
@@ -132,7 +133,7 @@ class SweepWorker:
         return error
 
     def _train_to(self, members: list[Member], at: int, step: int, trial: Trial) -> bool:
-        """Train the run `members[at]` to a step where it has no score yet. Return False if the budget is used up."""
+        """Train the run `members[at]` to `step`, unless it has a score there. Return False if the budget is used up."""
         member, number, num_points = members[at], trial.user_attrs[POINT], self._sweep.num_points
         metric, total = self._sweep.metric_of(member.config), member.config.trainer.total_steps
         if member.refresh(metric, step):
@@ -165,7 +166,7 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return the mean score over seeds of each held-out problem that all runs have, or {} without pruning."""
+        """Return the mean over the seeds of each held-out problem's score, or {} without pruning."""
         if self._sweep.spec.pruning is None:
             return {}
         found = [problem_scores_of(member.config, metric, step) for member in members]
@@ -210,14 +211,14 @@ def sweep(
     on_workers: bool = False,
     root: Root = None,
 ) -> State[None]:
-    """Train many points of settings with several seeds, and compare the points. Finished runs are skipped.
+    """Train points (combinations of settings) with several seeds, and compare the points. Finished runs are skipped.
 
     Args:
         spec: A name in conf/sweep, or the path of a file.
         overrides: Settings of all points, such as trainer.total_steps=40.
         max_runs: The largest number of runs of this call. The default is the sweep's limit.
         max_steps: The largest number of training steps of this call. The default is the sweep's limit.
-        max_hours: The hours after which this call begins no run. The default is the sweep's limit.
+        max_hours: The time in hours after which this call begins no more runs. The default is the sweep's limit.
         on_workers: Send the points to the work pool as runs of the deployment sweep-child/sweep-point.
         root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
     """
@@ -283,7 +284,7 @@ def sweep_child(
 
     Args:
         spec: The name or file of the sweep. The worker must be able to read the file.
-        call: The id of the sweep's call, whose budget is used.
+        call: The id of the call of the sweep. The point uses the budget of this call.
         overrides: The settings that the sweep sets for all points.
         mlflow_parent: The MLflow run of the sweep, which is the parent of the point's runs.
         root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.

@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The result of a sweep, best points first. `num_runs` and `num_steps` are the work of this call."""
+    """The result of a sweep, best points first. `num_runs` and `num_steps` count only the work of this call."""
 
     sweep_id: str
     folder: Path
@@ -59,7 +59,7 @@ class SweepResult:
 
     @property
     def best(self) -> Row | None:
-        """The finished point with the best score and the lowest number, or None if no point is finished."""
+        """The finished point with the best score, or None if no point is finished. The lowest number wins a tie."""
         return self.points[0] if self.points and self.points[0]["state"] == "finished" else None
 
     @property

@@ -39,7 +39,7 @@ from rlcore.tracking.journal import read_journal
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""The attributes of a point's trial. If a trial has no settings, its process was killed while it created the trial."""
+"""The attributes of a point's trial. If a trial has no settings, its process was killed during the creation."""
 SEED_STRIDE = 100_003  # distance between the sampler seeds of two search seeds; each point has its own
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
@@ -197,7 +197,7 @@ class BudgetTracker:
             return not over
 
     def estimate_s(self, steps: int, unfinished: int = 0) -> float | None:
-        """Return the seconds of `steps` steps at this call's mean speed, or None before its first step."""
+        """Return the seconds that `steps` steps take at this call's mean speed, or None before the first step."""
         known = self.read()
         done = known["steps"] - unfinished
         return (time.time() - known["begun"]) / done * steps if done > 0 else None
@@ -231,7 +231,7 @@ def _suggest(trial: Trial, key: str, values: Values) -> JsonValue:
 
 
 def load_checked_sweep(spec: str | Mapping[str, Any], overrides: list[str], budget: Budget) -> Sweep:
-    """Compose a sweep, and check the settings of every point and their common requirements."""
+    """Compose a sweep. Check the settings of every point, and the requirements that all points share."""
     checked = load_sweep(spec, overrides, budget=budget)
     checked = replace(checked, base=with_stack_tracking(checked.base))
     check_before_plan(checked.base)
@@ -283,7 +283,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """Return the step of a run's newest checkpoint, or 0 after an error. The start of the run raises this error."""
+    """Return the step of a run's newest checkpoint, or 0 after an error. The start of the run will raise the error."""
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)

@@ -103,8 +103,8 @@ def log_run_page(
     rows: tuple[StageResult, StageResult] | None = None,
     outcome: tuple[ReportPage | None, ExportedWeights, ExportedWeights] | None = None,
 ) -> MlflowContents:
-    """Write a run's inputs to its MLflow page if `rows` (dataset and filtered dataset) is given, and its results if
-    `outcome` (report, last and best weights) is given. Return the record of what MLflow has.
+    """Write a run's MLflow page. The inputs are written if `rows` (dataset, filtered dataset) is given. The results are
+    written if `outcome` (report, last and best weights) is given. Return the record of what MLflow has.
     """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
@@ -247,7 +247,7 @@ class MlflowRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Cancel pending requests. Report an end before the first attempt or after the last step to MLflow."""
+        """Cancel pending requests. An error before the first attempt or after the last step is reported to MLflow."""
         run, begun = self._run, bool(read_attempts(self._run.layout.run_dir))
         is_trained = begun and not has_untrained_steps(run.layout.run_dir)
         if error is not None and run.config.tracking.enabled and (is_trained or not begun):

@@ -68,8 +68,8 @@ SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
-    """Raise CheckpointError, with the changes, if the code, data or models of a run differ from its record, or if the
-    run has more steps than `trainer.total_steps`. Filtered rows are compared only if `inputs` is passed.
+    """Raise CheckpointError if the code, data or models of a run differ from the run's record, or if the run has more
+    steps than `trainer.total_steps`. The message lists the changes. Without `inputs`, filtered rows are not compared.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):  # the run has not begun
@@ -202,7 +202,7 @@ class OpenRun:
 
     @cached_property
     def committed(self) -> int:
-        """The step of the newest complete checkpoint, or 0. It is read once. Raises the errors of `committed_step`."""
+        """The step of the newest complete checkpoint, or 0. The value is cached. For errors, see `committed_step`."""
         return committed_step(self.config)
 
     @cached_property
@@ -268,10 +268,10 @@ def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
 def open_run(
     config: RunConfig, command: Sequence[str] = (), title: str = "", *, report: Callable[[str], None] = log.warning
 ) -> Iterator[OpenRun]:
-    """Open a run inside the block. While the trainer of an earlier command still runs, `report` it and wait.
+    """Open a run inside the block. If the trainer of an earlier command still runs, call `report` and wait.
 
-    Raises RunInUseError if another command uses the run or the earlier trainer does not end, CheckpointError if the
-    recorded inputs have changed (`require_same_inputs`), and DataError if the run's folder cannot be written or read.
+    Raises RunInUseError if another command uses the run or the earlier trainer does not end. Raises
+    CheckpointError if the inputs have changed, and DataError if the run's folder cannot be written or read.
     """
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since

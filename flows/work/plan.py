@@ -38,9 +38,9 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """The disk space of a run in bytes. `needed_bytes`: for checkpoints still to be written, and the reserve.
+    """The disk space of a run in bytes. `needed_bytes` covers the checkpoints still to be written, and the reserve.
 
-    `checkpoint_bytes`: None if the size is unknown.
+    `checkpoint_bytes` is None if the size of a checkpoint is unknown.
     """
 
     checkpoint_bytes: int | None
@@ -55,9 +55,8 @@ class DiskBudget:
 class RunPlan:
     """The stages of a run with their status, and the run's requirements.
 
-    The memory plans are for one rank's GPU, and None if the model's shape is unknown. Without a warm start,
-    `warm_start_memory` is None. `published_model` is `model.path` if the model is absent but its published shape is
-    known. In `versions`, `flow.<package>` is this process's version of a package if the trainer has another version.
+    The memory plans are for one rank's GPU. They are None if the model's shape is unknown. Without a warm start,
+    `warm_start_memory` is None. In `versions`, `flow.<package>` is this process's version if the trainer's differs.
     """
 
     run_id: str
@@ -96,8 +95,8 @@ def count_parameters(config: RunConfig) -> tuple[int, int] | None:
 def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
     """Return the plan of a run from the current state on disk.
 
-    `planning_config` names an existing model with the shape and tokenizer of a model that does not exist yet. Raises
-    DataError if the source files of the dataset are missing, and CheckpointError if the run cannot resume.
+    If the run's model does not exist yet, `planning_config` names an existing model of equal shape and tokenizer.
+    Raises DataError if the source files of the dataset are missing, and CheckpointError if the run cannot resume.
     """
     run = OpenRun(config, planning_config=planning_config)
     committed, planning_config = run.committed, run.planning_config
@@ -128,7 +127,7 @@ def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
 
 
 def published_model_path(config: RunConfig) -> str | None:
-    """Return `model.path` if this model has a published shape and is not on this machine, otherwise None."""
+    """Return `model.path` if this machine lacks the model but Millrace knows its shape, otherwise None."""
     path = config.model.path
     if path is None or path not in PUBLISHED:
         return None

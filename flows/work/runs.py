@@ -49,13 +49,13 @@ A `stopped` run saved after a stop request. A `lost` run ended without a record.
 STATES: tuple[State, ...] = get_args(State)
 
 STOP_FILE = "stop.json"
-"""The file with the last stop request. It prevents a second signal, which would end the process before it saves."""
+"""The file with the last stop request. A repeated `millrace stop` reads it, and sends no second signal."""
 SAME_COMMAND = "the same command resumes it"
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The status of one run. `score` is the mean held-out reward of the newest checkpoint that has one.
+    """The status of one run. `score` is the mean held-out reward of the newest validated checkpoint.
 
     `reward` is the training reward of the last step. `changed` is in seconds since the epoch. `note` explains the
     state. `gpu_seconds` is None without a GPU. `tokens_per_s` is the speed of each device in the last step.
@@ -210,8 +210,8 @@ def all_runs(root: Path) -> list[Path]:
 
 
 def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the folders of the runs with these paths, ids or id prefixes. Raises NotFoundError if a name fits no
-    single run."""
+    """Return the folders of the runs with these paths, ids or id prefixes. Raises NotFoundError if a name does not
+    match exactly one run."""
     return [_find_folder(name, root) for name in names]
 
 
@@ -235,7 +235,7 @@ def _find_folder(name: str, root: Path) -> Path:
 
 
 def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
-    """Return the settings and layout of the run that the words name: by a folder, an id, a prefix of an id, or settings
+    """Return the settings and layout of the run that `words` name: a folder, an id, a prefix of an id, or settings
     KEY=VALUE. Raises ConfigError for invalid words or settings, NotFoundError if no run matches, and DataError if the
     run's settings cannot be read.
     """
@@ -375,7 +375,7 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the MLflow store of the root that now contains the run's folder, or None if the store has not changed."""
+    """Return the MLflow store of the root that contains the run's folder, or None if the run keeps its first store."""
     root = folder.parents[1]
     try:
         if read_settings(folder).tracking.uri is not None:

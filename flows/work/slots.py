@@ -56,9 +56,7 @@ _DEVICES = TypeAdapter(tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """The slots of a root at one moment: the device of each slot ('' on a CPU), the holder of each used slot, and the
-    waiting requests in order.
-    """
+    """The slots of a root at one moment: devices ('' on a CPU), holders of used slots, waiting requests in order."""
 
     devices: tuple[str, ...]
     holders: Mapping[int, SlotRequest]
@@ -96,7 +94,7 @@ class Slots:
         self._file = self.folder / "slots.json"
 
     def devices(self) -> tuple[str, ...]:
-        """Return the device of each slot, or nothing if the root has no slots and any number of trainers may run."""
+        """Return the device of each slot, or () if the root has no slots. Without slots, trainers are not limited."""
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
@@ -154,8 +152,8 @@ class Slots:
         return next((state.wait_reason(request) for request in state.waiting if request.run_id == run_id), "")
 
     def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
-        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason, and its exception
-        ends the wait. Raises ConfigError as soon as the root has fewer slots than requested.
+        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason. An exception from
+        `on_wait` ends the wait. Raises ConfigError as soon as the root has fewer slots than requested.
         """
         if not self.devices():
             return HeldSlots(self, request, {}, ())
@@ -186,7 +184,7 @@ class Slots:
 
 
 class HeldSlots:
-    """The slots that a run has acquired. A trainer inherits `descriptors`, and `environment` names its devices."""
+    """The slots that a run has acquired. A trainer inherits `descriptors`. `environment` names the devices."""
 
     def __init__(
         self, slots: Slots, request: SlotRequest, locks: Mapping[int, FileLock], devices: Sequence[str]

@@ -1,7 +1,7 @@
 """The control of a trainer process by its flow: start, commands, replies and end.
 
-The process has a separate session and no standard streams of the flow, so that a signal to the flow's process group
-does not interrupt a step. The kernel signals the process when the flow dies (see `flows.server.launch`).
+A signal to the flow's process group must not interrupt a step. The process therefore has a separate session, and no
+standard streams of the flow. The kernel signals the process when the flow dies (see `flows.server.launch`).
 """
 
 import os
@@ -53,7 +53,7 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the lines completed since the last call, from at most `MAX_READ_BYTES`. A deleted file has no lines."""
+        """Yield the lines completed since the last call. Read at most `MAX_READ_BYTES`. A deleted file has no lines."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -90,9 +90,9 @@ def _text(line: bytes) -> str:
 class TrainerProcess:
     """A trainer process, started by the first call and again by the first call after its loss.
 
-    Use it as a context manager in the main thread, to which the kernel ties the process. `lock` is the descriptor of
-    the run's lock, or None. An exception from `on_event`, `on_line` or `on_wait` during a call stops the process. It
-    then has `stop_wait_s` seconds to finish its step and save.
+    Use it as a context manager in the main thread, because the process ends with the thread that started it.
+    `lock` is the descriptor of the run's lock, or None. An exception from `on_event`, `on_line` or `on_wait` during a
+    call stops the process. The process then has `stop_wait_s` seconds to finish its step and save.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class TrainerProcess:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End the process. If a stop was requested, let it save first."""
+        """End the process. If a stop was requested, let the process save first."""
         if is_stop(error) and self._child is not None:
             self._end(self._child, is_stop=True)
         else:
@@ -136,8 +136,8 @@ class TrainerProcess:
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
         """Send a command to the process and wait for its result. If there is no process, wait for slots and start one.
 
-        Raises the trainer's error, StopRequestedError after a stop and a save, or WorkerLostError if the process died.
-        The next call then resumes from the last checkpoint.
+        Raises the trainer's error, StopRequestedError if the trainer was stopped, or WorkerLostError if the process is
+        lost. The next call then resumes from the last checkpoint.
         """
         child = self._start()
         try:
@@ -232,8 +232,8 @@ class TrainerProcess:
             self.on_event(event)
 
     def _end(self, child: "_Child", *, is_stop: bool) -> None:
-        """Wait for the end of a process that has reported an error. With `is_stop`, let it finish its step and save
-        first. A second interrupt kills the process.
+        """Wait for the end of a process that has reported an error. With `is_stop`, the process finishes its step and
+        saves first. A second interrupt kills the process.
         """
         self._child = None
         try:
@@ -331,8 +331,8 @@ class _Child:
         return error
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, without reaping it. An interrupt of `Popen.poll` can leave its lock
-        locked, and `Popen.wait` would then wait forever.
+        """Return whether the process has ended, without reaping it. `Popen.poll` is not used: an interrupt
+        can leave Popen's lock locked, and `Popen.wait` would then wait forever.
         """
         try:
             gone = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -369,8 +369,8 @@ def interpreter_of(python: str | None) -> str:
 def trainer_variables(python: str | None) -> dict[str, str]:
     """Return this process's environment with a `PYTHONPATH` by which the trainer runs the same code.
 
-    The current folder, which may contain a scorer, is last so that its files replace no module. If `python` is set, the
-    path has that interpreter's packages, and a variable names our interpreter, which delivers to MLflow.
+    The current folder may contain a scorer. It is last in the path, so that its files replace no module. If `python` is
+    set, the path has that interpreter's packages. `DELIVERY_VARIABLE` names our interpreter, which delivers to MLflow.
     """
     here = str(Path.cwd())
     if python is None:

@@ -43,8 +43,8 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
-    """Return the folder or hub id of the run's initial policy. Raises DataError if the folder is missing, ModelError if
-    the hub model is neither cached nor reachable.
+    """Return the folder or hub id of the run's initial policy. Raises DataError if the folder is missing. Raises
+    ModelError if the hub model is neither cached nor reachable.
     """
     if config.is_supervised:
         config = config.model_copy(update={"warm_start": WarmStartConfig()})
@@ -138,7 +138,7 @@ def require_pushable(repository: str) -> None:
 
 
 def write_card(layout: RunLayout, folder: Path, name: str, evaluated: Path) -> None:
-    """Write the README.md of an export, with the results of `millrace eval` for the folder `evaluated`."""
+    """Write the README.md of an export. It contains the results of `millrace eval` for the model folder `evaluated`."""
     manifest = read_manifest(folder, error=CheckpointError)
     step = int(manifest.values["step"]) if manifest is not None else 0
     results = tuple(_evaluations(layout.root, str(evaluated)))
