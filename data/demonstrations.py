@@ -187,7 +187,7 @@ def _chosen_and_rejected(row: Record) -> tuple[Record, Record]:
 class _Conversation:
     """The messages of a row. The targets are the assistant's turns from message `first` on.
 
-    `begun`: the beginning of message `first`, if this text belongs to the prompt and is not a target."""
+    `begun`: the beginning of message `first` that belongs to the prompt and is not a target, or ''."""
 
     messages: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...] = ()
@@ -200,7 +200,7 @@ class _Conversation:
 
 
 def _is_chat(row: Record) -> bool:
-    """Return whether a row is a conversation. Raises DataError if it is no plain text either."""
+    """Return whether a row is a conversation. Raises DataError if it is neither a conversation nor plain text."""
     values = row.values
     if "messages" in values or (isinstance(values.get("prompt"), list) and "completion" in values):
         return True

@@ -1,7 +1,6 @@
 r"""Readers for mathematical statements: numbers, words, digits in a base, lists and expressions.
 
-A text that math-verify would read only in part has a `problem`: the library ignores `\approx`, primes, bases and units.
-"""
+A text has a `problem` if math-verify would ignore a part of the text, such as `\approx`, primes, bases or units."""
 
 import re
 from typing import NamedTuple
@@ -81,7 +80,7 @@ _UNREAD = (
 
 
 class Reading(NamedTuple):
-    """A parsed statement with one of `number`, `words`, `based` and `entries`, or none for an expression."""
+    """A parsed statement. One of `number`, `words`, `based` and `entries` is set. An expression has none of them."""
 
     plain: str  # without typesetting, and without a unit after a constant
     # sides of a chain of equations before the last number: `x` and `9 + 9` in `x = 9 + 9 = 18`

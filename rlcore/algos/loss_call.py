@@ -44,9 +44,8 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return `function` with `options` bound, and each keyword argument in `given` that its signature declares.
-    Arguments in `always` are bound even if the signature does not declare them. Raises ConfigError if an option is
-    unknown, missing, or of a wrong type."""
+    """Return `function` with the `options` and the entries of `given` bound. An entry is bound only if the signature
+    declares it or `always` names it. Raises ConfigError if an option is unknown, missing, or of a wrong type."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 
@@ -55,7 +54,7 @@ def bind(
 def _own_arguments(
     function: Callable[..., Any], key: str, options: tuple[tuple[str, Any], ...], given: tuple[str, ...]
 ) -> tuple[frozenset[str], dict[str, Any]]:
-    """Return the names in `given` that the function declares, and its options after validation by its annotations."""
+    """Return the names in `given` that the function declares, and the options, validated by its annotations."""
     declared = {
         word: parameter
         for word, parameter in inspect.signature(function).parameters.items()
@@ -95,12 +94,12 @@ def resolve_policy_loss(name: str) -> PolicyLossFunction:
 
 
 def has_argument(name: str, argument: str) -> bool:
-    """Return whether the policy loss `name` has this argument."""
+    """Return whether the policy loss `name` has a parameter named `argument`."""
     return argument in inspect.signature(resolve_policy_loss(name)).parameters
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the policy loss of the settings with options and `given` bound. Raises ConfigError for wrong settings."""
+    """Bind the options and `given` to the policy loss of the settings. Raises ConfigError for wrong settings."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 

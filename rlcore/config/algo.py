@@ -41,7 +41,7 @@ class KlConfig(Section):
     """The KL divergence between the policy and a frozen reference policy."""
 
     where: Literal["off", "loss", "reward"] = "off"
-    """Place of the KL term. Off: no reference model is loaded."""
+    """The place of the KL term. `off`: no reference model is loaded."""
     estimator: Annotated[
         Literal["auto", "k1", "k2", "k3", "low_var_kl"],
         EffectiveWhen(".where", unless="loss", of="k1", remedy="Set algo.kl.estimator=low_var_kl or k2",
@@ -68,7 +68,7 @@ class KlConfig(Section):
 
     @property
     def estimator_in_use(self) -> KlEstimator:
-        """The estimator without `auto`. `auto` is replaced by the estimator that has the gradient of the divergence."""
+        """The estimator that is used. `auto` stands for the estimator that has the gradient of the divergence."""
         if self.estimator != "auto":
             return self.estimator
         return "k1" if self.where == "reward" else "low_var_kl"
@@ -99,7 +99,7 @@ class RejectionConfig(Section):
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """The largest accepted difference: with k1 a ratio of probabilities above 1, with k2 or k3 a number of nats."""
+    """The largest accepted difference: with k1 a ratio of probabilities (above 1), with k2 or k3 a number of nats."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -289,7 +289,7 @@ class AlgoConfig(Section):
 
 
 OFFLOAD_PIECE_BYTES = 268_435_456
-"""The bytes of optimizer moments that are moved to the GPU at a time. The memory plan reads it without torch."""
+"""The bytes of optimizer moments that are moved to the GPU at a time. The memory plan also uses this number."""
 
 
 class OptimConfig(Section):

@@ -56,7 +56,7 @@ RENDERING_NAMES = frozenset((
 
 
 def reserved(names: Iterable[str]) -> str:
-    """Return the names that must not be used, joined by commas. These are repeated names and `ALL_SOURCES`."""
+    """Return the names that must not be used, joined by commas: repeated names and `ALL_SOURCES`."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
 
@@ -113,7 +113,7 @@ class CountdownData(Conversation):
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Balance the numbers of operations in the solutions: each split has equally many rows of each number."""
+    """Give each split equally many rows for each number of operations in the solution."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
@@ -167,7 +167,8 @@ class ParquetData(Conversation):
     validation_file: str = ""
     """The path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """The form of the prompt: the chat template, the only message, or the form in the file's metadata (else `chat`)."""
+    """The form of the prompt. `chat`: the chat template. `text`: the only message. `auto`: the form in the file's
+    metadata, otherwise `chat`."""
     scorer: str = BY_ROW
     """A `module:function` that scores a response. By default, the row's `data_source` selects it (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
@@ -194,7 +195,7 @@ class MappedData(Conversation):
     columns: tuple[str, ...] = ()
     """Further columns for the scorer, which receives them in the ground truth. Lists and objects arrive as JSON."""
     solution: str = ""
-    """The column with a worked solution of full score for a warm start. '': there are no solutions."""
+    """The column with worked solutions for a warm start. Each must get the full score. '': there are no solutions."""
     instruction: str = ""
     """A text that is added to each question after a space."""
     data_source: str = ""
@@ -375,12 +376,13 @@ class PassRatesConfig(Section):
     samples: int = Field(default=0, ge=0, le=1_024)
     """The number of scored responses of the initial policy to each training row. With 0, the stage is skipped."""
     keep: Annotated[tuple[float, float], EffectiveWhen(".samples")] = (0.0, 1.0)
-    """The lowest and highest share of solved responses, both included, of the training rows that are kept."""
+    """The lowest and the highest pass rate, both included, of the training rows that are kept."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
     """The number of rows after which the results are saved. A kill loses at most the results of this many rows."""
     draw: Literal["uniform", "band"] = "uniform"
     """The way in which training rows are drawn. `uniform`: each once per epoch. `band`: rows with a pass rate in `band`
-    are preferred. Training responses change the pass rates, there are no epochs, and a row may be drawn again soon."""
+    are preferred. Then training responses change the pass rates, there are no epochs, and a row may be drawn again
+    soon."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)

@@ -1,4 +1,4 @@
-"""The class `RunConfig` with all settings of a run, its sections of the training loop, and functions for its keys."""
+"""The class `RunConfig` with all settings of a run, sections for training, devices and tracking, and key functions."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -25,7 +25,7 @@ class TrainerConfig(Section):
     """The training loop."""
 
     total_steps: int = Field(default=100, ge=0, le=10_000_000)
-    """Steps of the run, each on one batch of prompts. With 0, it ends after its supervised stage (`warm_start`)."""
+    """The number of steps, each on one batch. With 0, the run ends after its supervised stage (`warm_start`)."""
     steps_per_chunk: Annotated[int, MayChange, _IN_STEPS] = Field(default=20, ge=1)
     """The number of steps between two checkpoints. These steps are a chunk, which Prefect retries as a unit."""
     batch_size: Annotated[int, _IN_STEPS] = Field(default=256, ge=1, le=10_000_000)
@@ -82,7 +82,7 @@ class AlarmConfig(Section):
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
     """The action if all responses of each group have the same score. The alarm is off with groups of one response."""
     kl: StateAction = "off"
-    """The action if the KL divergence from the reference policy is above `kl_above`. It requires algo.kl.where."""
+    """The action on a KL divergence from the reference policy above `kl_above`. The alarm requires algo.kl.where."""
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
     """The limit of the mean KL divergence over response tokens, in nats."""
     length: StepAction = "off"
