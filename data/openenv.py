@@ -105,8 +105,7 @@ class OpenEnv:
         return Turn(self.reply(found["observation"]), found["done"], float(found["reward"] or 0), parts)
 
     def action(self, text: str) -> Mapping[str, Any] | None:
-        """Convert a text, or JSON if there are several fields, to an action. Return None if the JSON is no object.
-"""
+        """Convert a text, or JSON if there are several fields, to an action. Return None if the JSON is no object."""
         fields = _fields[self.server]["action"]
         if len(fields) == 1:
             return {name: text for name in fields}

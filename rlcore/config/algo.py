@@ -41,7 +41,7 @@ class KlConfig(Section):
     """The KL divergence between the policy and a frozen reference policy."""
 
     where: Literal["off", "loss", "reward"] = "off"
-    """The place of the KL term. `off`: no reference model is loaded."""
+    """Place of the KL term. Off: no reference model is loaded."""
     estimator: Annotated[
         Literal["auto", "k1", "k2", "k3", "low_var_kl"],
         EffectiveWhen(".where", unless="loss", of="k1", remedy="Set algo.kl.estimator=low_var_kl or k2",
