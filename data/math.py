@@ -173,7 +173,7 @@ def _names_each(entries: Sequence[Reading]) -> bool:
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response states the number, as must each numeric side of a chain of equations."""
+    """Return whether the response, and each numeric side of a chain of equations in it, equals the number."""
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
         return False

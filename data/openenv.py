@@ -33,7 +33,7 @@ _CAPACITY = "Start it with a session for each open episode: trainer.batch_size x
 
 
 def build(settings: CustomData, seed: int) -> TaskRows:
-    """Return numbered games, each with a separate seed. `data.options`: the prompt, and optionally `text` or `chat`."""
+    """Return numbered games, each with a separate seed. `data.options`: the prompt and its form, `text` or `chat`."""
     prompt, form = (*settings.options, "chat", "chat")[:2] if settings.options else ("", "chat")
     if GAME not in prompt or form not in ("chat", "text"):
         raise DataError(

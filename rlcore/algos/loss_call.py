@@ -119,9 +119,10 @@ def bind_advantage(
 def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
-    """Return `function`. If `name` is a custom `module:function`, return a wrapper that checks each result.
-    `problem_of_shape` receives a result and the function's first argument. It returns an error message or '', without
-    waiting for a device. The wrapper raises UserCodeError if the function or the check fails."""
+    """Return `function`, or for a custom `module:function` a wrapper that checks each result. `problem_of_shape`
+    receives a result and the function's first argument. It returns an error message or '', without waiting for a
+    device. The wrapper raises UserCodeError if the function or the check fails.
+    """
     if ":" not in name:
         return function
 

@@ -1,4 +1,4 @@
-"""Filtered rows as prompts and demonstrations, and the order in which training draws them.
+"""Filtered rows as prompts and demonstrations, the order in which training draws them, and their pass counts.
 
 The filter has already converted all texts to token ids. The order is an endless stream that is fixed by the seed and
 addressed by one integer. Each epoch is a new permutation of all prompts. The position, which is the number of prompts
@@ -8,7 +8,8 @@ data source i has contributed exactly
 
     floor(n * W[i]) - floor(n * W[i - 1])
 
-prompts. W holds the running sums of the weights, divided by their total, as exact fractions. Each block is shuffled."""
+prompts. W holds the running sums of the weights, divided by their total, as exact fractions. Each block is shuffled.
+"""
 
 import base64
 import json
@@ -305,7 +306,7 @@ class PassCounts:
 
 
 class RowSampler:
-    """The weights of training rows in a draw. `text` is a step's encoded counts, or '' before the first step."""
+    """The weights of training rows in a draw. `text`: the pass counts as text, or '' before the first step."""
 
     def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
         self._place = {row_id: place for place, row_id in enumerate(row_ids)}
