@@ -275,7 +275,7 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
 
 
 def _tools(row: Record) -> tuple[dict[str, Any], ...]:
-    """Return the function schemas of a row, which may be a list or JSON text."""
+    """Return the function schemas of a row, which has them as a list or as JSON text."""
     found = _from_json(row.values.get("tools") or (), f"{row.where}: tools")
     schemas = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in found]
     if not isinstance(found, list | tuple) or not all(isinstance(one, dict) and "name" in one for one in schemas):

@@ -74,7 +74,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 @lru_cache(maxsize=65_536)
 def read_reference(answer: str) -> Reading:
-    """Read a reference. Its `problem` is the reason why it cannot be read as a whole, or None."""
+    """Read a reference. If it cannot be read as a whole, the `problem` of the result is the reason."""
     stated = _boxed(answer) if _BOX.search(answer) else answer
     if stated is None:
         return Reading(answer, problem="its box is not closed")

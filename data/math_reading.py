@@ -146,7 +146,7 @@ def without_introduction(text: str) -> str:
 
 
 def number_in_words(plain: str) -> Number | None:
-    """Read a response as a number, for a reference that is a number. A letter after the number is a unit (`18 m`)."""
+    """Read a response to a numeric reference as a number. A letter after the number is a unit (`18 m`)."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None

@@ -29,7 +29,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a dataset. `where` is its file and line or row, for error messages."""
+    """One record of a dataset. `where` is the file and the line or row, for error messages."""
 
     where: str
     values: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Record:
         return found
 
     def text_or_json(self, column: str) -> str:
-        """Return a list or an object as JSON text, and any other column in the form of `text`."""
+        """Return a list or an object as JSON text, and any other column as the method `text` does."""
         found = self._at(column)
         return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
 

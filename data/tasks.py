@@ -139,7 +139,7 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:
-    """Publish the folder of a mixture unless it exists. `kind`: `dataset` or `filtered`. The counts are the sums of all
+    """Publish the folder of a mixture unless it exists. `kind`: `dataset` or `filtered`. The counts are summed over all
     parts."""
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
     if read_finished_or_set_aside(directory) is not None:

@@ -16,7 +16,7 @@ Counts = Int[Tensor, "N"]
 Flags = Bool[Tensor, "N"]
 
 SequenceAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "remax"]
-"""The methods of `group_advantages`, with one advantage for each response."""
+"""The methods of `group_advantages`, which give one advantage for each response."""
 
 # Keeps a group whose scores differ by rounding alone from dividing by zero; the value that the field uses
 STD_EPS = 1e-6

@@ -94,8 +94,8 @@ class RejectionConfig(Section):
     """The tokens or responses that an update skips because trainer and sampler differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
-    """The unit that is skipped: a token, or a response. A response is skipped by the sum, mean or maximum of the
-    differences of its tokens."""
+    """The unit that is skipped: a token, or a response. A response is skipped if the sum, mean or maximum of the
+    differences of its tokens is too large."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)

@@ -26,7 +26,8 @@ FILE_ENDINGS = (".yaml", ".yml")
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The folder of the groups, experiments, suites and sweeps that come with Millrace."""
 CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
-"""The environment variable with the user's folder in the form of `conf/`. The option `--config-dir` sets it."""
+"""The environment variable with the user's folder of settings, arranged like `conf/`. The option `--config-dir` sets
+it."""
 
 GROUPS = {
     "data": "countdown",

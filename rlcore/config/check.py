@@ -149,7 +149,7 @@ def _describe(key: str) -> str:
 
 
 def read_yaml(file: Path) -> dict[str, Any] | str:
-    """Read a YAML file by OmegaConf. Return its keys and values, or an error message."""
+    """Read a YAML file by OmegaConf. Return the keys and values in the file, or an error message."""
     try:
         if not file.exists():
             return "there is no such file"

@@ -185,7 +185,7 @@ class MappedData(Conversation):
     """The subset of a hub dataset. '' selects the default subset."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     train_split: str = "train"
-    """The name of the training split. In a folder it is the stem of the file."""
+    """The name of the training split. In a folder, the name is the stem of the file."""
     validation_split: str = "test"
     """The name of the held-out split."""
     question: str = "question"
@@ -297,7 +297,7 @@ class MixtureData(Conversation):
     parts: tuple[MixturePart, ...] = ()
     """Two datasets or more: `[{weight: 3, data: {task: countdown, ...}}, {name: x, data: {task: gsm8k, ...}}]`."""
     scorer: str = BY_ROW
-    """The scorer that scores each response by the scorer of its dataset."""
+    """A scorer that calls the scorer of each response's dataset."""
     checks = (
         rule(".parts", "", "must hold two datasets or more", lambda own, _: len(own.parts) >= 2,
              "Name two or more, as docs/data.md shows, or choose the one as a group: data=countdown"),

@@ -223,7 +223,7 @@ class ScratchModel(Section):
     num_layers: int = Field(default=3, ge=1)
     """The number of decoder layers."""
     num_heads: int = Field(default=3, ge=1)
-    """The number of attention heads. `hidden_size` must be an even multiple of this number."""
+    """The number of attention heads. `hidden_size` divided by this number must be even."""
     intermediate_size: int = Field(default=384, ge=8)
     """The width of the feed-forward layer."""
     max_position_embeddings: int = Field(default=512, ge=16)

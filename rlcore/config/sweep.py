@@ -232,7 +232,7 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """The folder of the sweep."""
+        """The folder `sweeps/<sweep_id>` below `paths.root`."""
         return Path(self.base.paths.root).resolve() / "sweeps" / self.sweep_id
 
     @property
