@@ -141,8 +141,7 @@ class PromptTokenizer:
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """Render a chat prompt up to the start of the assistant's turn. If the last message is the assistant's, the
-        text ends with this message."""
+        """Render a chat prompt, up to the assistant's turn or to the end of a last message of the assistant."""
         roles = [message["role"] for message in messages]
         if "user" not in roles:
             raise DataError(

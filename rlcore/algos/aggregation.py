@@ -1,6 +1,4 @@
-"""The aggregation of token losses, and sums and ranks of tokens. `rank_share`, `token_covariance` and
-`clipped_by_covariance` need a whole mini-batch.
-"""
+"""Sums and rankings of tokens. `rank_share`, `token_covariance` and `clipped_by_covariance` need a whole mini-batch."""
 
 from dataclasses import dataclass
 from typing import assert_never

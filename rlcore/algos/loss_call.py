@@ -121,8 +121,7 @@ def check_results(
 ) -> Callable[..., R]:
     """Return `function`, or for a custom `module:function` a wrapper that checks each result. `problem_of_shape`
     receives a result and the function's first argument. It returns an error message or '', without waiting for a
-    device. The wrapper raises UserCodeError if the function or the check fails.
-    """
+    device. The wrapper raises UserCodeError if the function or the check fails."""
     if ":" not in name:
         return function
 

@@ -193,9 +193,7 @@ def kl_cov(
         l_t = -A_t r_t + coef |log r_t|      for the `share` of the mini-batch's tokens with the largest covariance
         l_t = -A_t r_t                       elsewhere
 
-    This is KL-Cov, Cui et al. 2025, arXiv:2505.22617, with the penalty of the paper's code. `clipped`: True in the
-    first line.
-    """
+    This is KL-Cov, Cui et al. 2025, arXiv:2505.22617, as in the paper's code. `clipped`: True in the first line."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     penalized = mask & (covariance_rank < share)
     loss = -masked(advantages, mask) * log_ratio.exp() + coef * masked(log_ratio.abs(), penalized)

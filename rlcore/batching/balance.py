@@ -260,9 +260,8 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the number of bins of size `budget` for these lengths. A length above `budget` has its
-    own bin. The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem",
-    1990)."""
+    """Return a lower bound on the number of bins of size `budget`. A length above `budget` has its own bin. The bound
+    is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1

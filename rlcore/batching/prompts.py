@@ -8,8 +8,7 @@ data source i has contributed exactly
 
     floor(n * W[i]) - floor(n * W[i - 1])
 
-prompts. W holds the running sums of the weights, divided by their total, as exact fractions. Each block is shuffled.
-"""
+prompts. W holds the running sums of the weights, divided by their total, as exact fractions. Each block is shuffled."""
 
 import base64
 import json

@@ -26,8 +26,7 @@ FILE_ENDINGS = (".yaml", ".yml")
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The folder of the groups, experiments, suites and sweeps that come with Millrace."""
 CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
-"""The environment variable with the user's folder of settings, arranged like `conf/`. The option `--config-dir` sets
-it."""
+"""The environment variable with the user's settings folder, laid out like `conf/`. `--config-dir` sets it."""
 
 GROUPS = {
     "data": "countdown",

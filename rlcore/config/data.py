@@ -167,8 +167,8 @@ class ParquetData(Conversation):
     validation_file: str = ""
     """The path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """The form of the prompt. `chat`: the chat template. `text`: the only message. `auto`: the form in the file's
-    metadata, otherwise `chat`."""
+    """The form of the prompt: `chat` (template), `text` (the only message), or `auto` (the file's metadata, else
+    `chat`)."""
     scorer: str = BY_ROW
     """A `module:function` that scores a response. By default, the row's `data_source` selects it (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
@@ -380,9 +380,8 @@ class PassRatesConfig(Section):
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
     """The number of rows after which the results are saved. A kill loses at most the results of this many rows."""
     draw: Literal["uniform", "band"] = "uniform"
-    """The way in which training rows are drawn. `uniform`: each once per epoch. `band`: rows with a pass rate in `band`
-    are preferred. Then training responses change the pass rates, there are no epochs, and a row may be drawn again
-    soon."""
+    """The way to draw training rows. `uniform`: each once per epoch. `band`: rows with a pass rate in `band` are
+    preferred. Then training responses change the pass rates, there are no epochs, and a row may be drawn again soon."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)

@@ -346,9 +346,8 @@ class WarmStartConfig(Section):
     )
     """The number of steps between two measurements of the held-out loss, and of the reward with `stop_at_reward`."""
     held_out_rows: int = Field(default=256, ge=0)
-    """The largest number of held-out demonstrations. They come from the file `demonstrations` (at most a tenth of it),
-    or else from the validation rows. 0: no held-out loss.
-    """
+    """The largest number of held-out demonstrations. They are rows of `demonstrations` (at most a tenth), or else
+    validation rows. 0: no held-out loss."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
     """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
     The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""

@@ -135,8 +135,7 @@ class JudgeConfig(Section):
     """The prompt of the judge with the places `{response}` and `{ground_truth}` (JSON). The judge must end its text
     with `{"score": X}` or `<score>X</score>`, and must write only one score."""
     highest: float = Field(default=1.0, gt=0)
-    """The judge's best score. Verdicts are from 0 to this score. The part `judge` is the verdict / this score.
-"""
+    """The judge's best score. Verdicts are from 0 to this score. The part `judge` is verdict / best score."""
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
     then restricts its text to `{"score": X}`. If null, the judge writes free text."""
