@@ -1,1 +1,1 @@
-"""Training data: one module per task, the row schema, and the tokenization filter."""
+"""Training data: tasks, the row schema, tokenization, demonstrations, and checks before a run."""

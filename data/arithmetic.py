@@ -19,7 +19,7 @@ _Operation = tuple[Rational, str, Rational, Rational]  # left, operator, right, 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A well-formed expression. `numbers`: its integers in order. `value`: None after a division by zero."""
+    """A valid expression. `numbers`: its integers in order. `value`: the result, or None after a division by zero."""
 
     numbers: tuple[int, ...]
     value: Fraction | None
@@ -90,7 +90,7 @@ def calculate(expression: str) -> str:
 
 
 def apply(left: tuple[Any, Any], operator: str, right: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Apply an operation to fractions of integers or of arrays. The result is not reduced.
+    """Apply an operation to two fractions (numerator, denominator) of integers or arrays. The result is not reduced.
 
     A division by zero gives the denominator 0. Later operations on this fraction also give the denominator 0."""
     (a, b), (c, d) = left, right

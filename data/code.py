@@ -71,7 +71,7 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a program by the share of tests that pass within `sandbox.time_s`. `compiles` is 0 after a syntax error."""
+    """Return the share of tests that pass within `sandbox.time_s`. The part `compiles` is 0 after a syntax error."""
     if "entry_point" in ground_truth:
         program = _completed(str(ground_truth["prompt"]), response, str(ground_truth["entry_point"]))
         tests = [f"{ground_truth['test']}\ncheck({ground_truth['entry_point']})"]

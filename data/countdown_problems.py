@@ -1,8 +1,7 @@
 """Countdown problems that are solvable by construction. The two splits share no multiset of numbers.
 
-A small space is enumerated (5,326 problems in the demo). Otherwise random equations are drawn in chunks, each with a
-generator seeded by (seed, chunk). With `data.targets=uniform`, numbers and targets are drawn independently.
-"""
+A small set of possible problems is enumerated (5,326 in the demo). Otherwise random equations are drawn in chunks, each
+with a generator seeded by (seed, chunk). With `data.targets=uniform`, numbers and targets are drawn independently."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +50,7 @@ class Problem:
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations over all numbers that miss the target. The last one misses by the least."""
+        """Return at most `most` equations over all numbers that miss the target, the nearest to the target last."""
         rng = random.Random(f"{seed} {self.numbers} {self.target}")
         wanted = rng.randint(0, most)
         found: dict[int, str] = {}
@@ -86,9 +85,9 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 
 
 def require_enough(settings: CountdownData, seed: int) -> dict[str, list[Problem]] | None:
-    """Return the problems of an enumerated space, or None if the space is too large.
+    """Return the problems of both splits if all problems can be enumerated, or None if there are too many.
 
-    Raises DataError if the numbers overflow, or if an enumerated space has too few problems."""
+    Raises DataError if `data.number_high` allows an overflow, or if there are too few problems."""
     n = settings.max_numbers
     # An unreduced numerator is a sum of at most 2^(n-1) products of the n numbers and must fit in 63 bits.
     if settings.number_high**n * 2 ** (n - 1) >= 2**63:
@@ -198,8 +197,8 @@ def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
 def _random_equations(
     rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]
 ) -> tuple[Fraction, NDArray[np.int8]]:
-    """Draw an equation over all numbers of each row [M, n]. Return the values of the equations and their steps
-    [M, n-1, 3]. A step combines two numbers, and has their positions and the operation."""
+    """Draw for each row of `numbers` [M, n] an equation that uses all n numbers. Return the values of the equations,
+    and their steps [M, n-1, 3]. A step has the positions of two numbers and the operation that combines them."""
     rows, n = numbers.shape
     every = np.arange(rows)
     top, bottom = numbers.copy(), np.ones_like(numbers)
@@ -223,8 +222,8 @@ def equations_for(
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
     """Search for an equation for each of the `targets` [M, T] of each row of `numbers` [M, n].
 
-    All equations are tried (3,888 for 4 numbers). Return the merges [M, T, n-1, 3] of the first equation for each
-    target, and which targets are solved (bool [M, T])."""
+    All equations are tried (3,888 for 4 numbers). Return the steps [M, T, n-1, 3] of the first equation for each target
+    (see `_random_equations`), and a mask [M, T] of the solved targets."""
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
     farthest = np.abs(targets).max()
@@ -264,7 +263,7 @@ def _equation(numbers: list[int], plan: list[list[int]]) -> str:
 
 
 def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values [M] and a mask (bool [M]) of the whole values within the range of targets."""
+    """Return the values as integers [M], and a mask [M] that is True for whole values within the range of targets."""
     top, bottom = values
     value, rest = np.divmod(top, np.where(bottom == 0, 1, bottom))
     return value, (bottom != 0) & (rest == 0) & (value >= settings.target_low) & (value <= settings.target_high)
@@ -273,7 +272,7 @@ def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray
 def _distractors(
     rng: np.random.Generator, numbers: np.ndarray, target: np.ndarray, settings: CountdownData
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw an equation for another target in each row. Return merges, values, and a mask of unsuccessful rows."""
+    """Draw an equation for another target in each row. Return steps, values, and a mask of rows without an equation."""
     rows, n = numbers.shape
     plan, found = np.zeros((rows, n - 1, 3), dtype=np.int8), np.zeros_like(target)
     still = np.arange(rows)
@@ -317,7 +316,7 @@ def _problems(
     target: NDArray[np.int64],
     plan: NDArray[np.int8],
 ) -> list[Problem]:
-    """Create problems from numbers [M, n], targets [M] and the merges of their equations [M, n-1, 3]."""
+    """Create problems from numbers [M, n], targets [M] and the steps of their equations [M, n-1, 3]."""
     other, other_value, is_open = _distractors(rng, numbers, target, settings)
     order = rng.permuted(np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape), axis=1)
     shown = np.sort(numbers, axis=1) if settings.template == "bare" else np.take_along_axis(numbers, order, axis=1)

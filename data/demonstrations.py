@@ -187,7 +187,7 @@ def _chosen_and_rejected(row: Record) -> tuple[Record, Record]:
 class _Conversation:
     """The messages of a row. The targets are the assistant's turns from message `first` on.
 
-    `begun`: the beginning of message `first`, if this text belongs to the prompt and is not a target."""
+    `begun`: the beginning of message `first` that belongs to the prompt and is not a target, or ''."""
 
     messages: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...] = ()
@@ -200,7 +200,7 @@ class _Conversation:
 
 
 def _is_chat(row: Record) -> bool:
-    """Return whether a row is a conversation. Raises DataError if it is no plain text either."""
+    """Return whether a row is a conversation. Raises DataError if it is neither a conversation nor plain text."""
     values = row.values
     if "messages" in values or (isinstance(values.get("prompt"), list) and "completion" in values):
         return True
@@ -275,7 +275,7 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
 
 
 def _tools(row: Record) -> tuple[dict[str, Any], ...]:
-    """Return the function schemas of a row, which may be a list or JSON text."""
+    """Return the function schemas of a row, which has them as a list or as JSON text."""
     found = _from_json(row.values.get("tools") or (), f"{row.where}: tools")
     schemas = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in found]
     if not isinstance(found, list | tuple) or not all(isinstance(one, dict) and "name" in one for one in schemas):

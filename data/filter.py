@@ -1,8 +1,8 @@
 """The tokenization filter. It tokenizes each prompt once, and drops, truncates or refuses overlong prompts.
 
-The result adds the columns `prompt_ids` (chat template included), `solution_ids` (after the prompt, with the end token,
-or [] if the chat template does not write the solution), `distractor_ids` and `ground_truth_json`.
-"""
+The result adds the columns `prompt_ids`, `solution_ids`, `distractor_ids` and `ground_truth_json`. The ids of a prompt
+include the chat template, and the ids of a solution the end token. `solution_ids` is [] if the chat template changes
+the solution."""
 
 import logging
 import re

@@ -155,7 +155,7 @@ def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | N
 
 
 def _joins(before: list[str]) -> bool:
-    """Return whether the words before a number form an expression with it, such as `9 *`, `9*`, `9` and `= -`."""
+    """Return whether the words before a number, such as `9 *` or `= -`, form an expression with the number."""
     if _has_digit(before[-1]):
         return before[-1][-1].isalnum() or before[-1][-1] in _OPERATORS
     if before[-1].strip(_OPERATORS):

@@ -74,7 +74,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 @lru_cache(maxsize=65_536)
 def read_reference(answer: str) -> Reading:
-    """Read a reference. Its `problem` is the reason why it cannot be read as a whole, or None."""
+    """Read a reference. If it cannot be read as a whole, the `problem` of the result is the reason."""
     stated = _boxed(answer) if _BOX.search(answer) else answer
     if stated is None:
         return Reading(answer, problem="its box is not closed")
@@ -85,7 +85,7 @@ def read_reference(answer: str) -> Reading:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last box and of the boxes that `,`, `and` or `or` joins to it. None: it is open."""
+    """Return the contents of the last box and of boxes joined to it by `,`, `and` or `or`. None: no closed box."""
     opened: list[tuple[int, int] | None] = []
     closed: list[tuple[int, int, str]] = []  # outermost boxes: start, end, content
     for found in _BRACE.finditer(text):
@@ -109,7 +109,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _statement(text: str) -> str | None:
-    r"""Return the statement after "answer is", or in the last line. Return None if mathematics follows.
+    r"""Return the statement after "answer is" or in the last line, or None if more mathematics follows the statement.
 
     >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
     ('18', None, '18')
@@ -173,7 +173,7 @@ def _names_each(entries: Sequence[Reading]) -> bool:
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response states the number, and each numeric side of a chain of equations equals it."""
+    """Return whether the response, and each numeric side of a chain of equations in it, equals the number."""
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
         return False
@@ -205,7 +205,7 @@ def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool
 
 
 def _equal_expressions(gold: Reading, answer: Reading) -> bool:
-    """Return whether math-verify accepts the response and each numeric side of a chain of equations."""
+    """Return whether math-verify accepts the response and, in a chain of equations, each numeric side."""
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
         text = str(answer.number)

@@ -1,7 +1,6 @@
 r"""Readers for mathematical statements: numbers, words, digits in a base, lists and expressions.
 
-A text that math-verify would read only in part has a `problem`: the library ignores `\approx`, primes, bases and units.
-"""
+A text has a `problem` if math-verify would ignore a part of the text, such as `\approx`, primes, bases or units."""
 
 import re
 from typing import NamedTuple
@@ -81,7 +80,7 @@ _UNREAD = (
 
 
 class Reading(NamedTuple):
-    """A parsed statement with one of `number`, `words`, `based` and `entries`, or none for an expression."""
+    """A parsed statement. One of `number`, `words`, `based` and `entries` is set. An expression has none of them."""
 
     plain: str  # without typesetting, and without a unit after a constant
     # sides of a chain of equations before the last number: `x` and `9 + 9` in `x = 9 + 9 = 18`
@@ -147,7 +146,7 @@ def without_introduction(text: str) -> str:
 
 
 def number_in_words(plain: str) -> Number | None:
-    """Read a response as a number, for a reference that is a number. A letter after the number is a unit (`18 m`)."""
+    """Read a response to a numeric reference as a number. A letter after the number is a unit (`18 m`)."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None

@@ -33,7 +33,7 @@ _CAPACITY = "Start it with a session for each open episode: trainer.batch_size x
 
 
 def build(settings: CustomData, seed: int) -> TaskRows:
-    """Return numbered games, each with a separate seed. `data.options`: the prompt, and optionally `text` or `chat`."""
+    """Return numbered games, each with a separate seed. `data.options`: the prompt and its form, `text` or `chat`."""
     prompt, form = (*settings.options, "chat", "chat")[:2] if settings.options else ("", "chat")
     if GAME not in prompt or form not in ("chat", "text"):
         raise DataError(
@@ -61,7 +61,7 @@ _fields: dict[str, Fields] = {}  # of each server: the schemas of the fields of 
 
 
 class OpenEnv:
-    """A session of an OpenEnv server, with `episode.server`, `server_key_variable` and `deadline_s`."""
+    """A session of an OpenEnv server. The arguments are `episode.server`, `server_key_variable` and `deadline_s`."""
 
     repeatable = False
 
@@ -105,7 +105,7 @@ class OpenEnv:
         return Turn(self.reply(found["observation"]), found["done"], float(found["reward"] or 0), parts)
 
     def action(self, text: str) -> Mapping[str, Any] | None:
-        """Convert a text to an action: the value of the only field, or a JSON object. Return None for other JSON."""
+        """Convert a text, or JSON if there are several fields, to an action. Return None if the JSON is no object."""
         fields = _fields[self.server]["action"]
         if len(fields) == 1:
             return {name: text for name in fields}

@@ -40,7 +40,7 @@ _TRIES = 10  # problems generated at most for each row, because small tasks repe
 
 
 def inputs(settings: "ReasoningGymData") -> dict[str, str]:
-    """Return the version of the package. Raises DataError if it is missing, or a task or level cannot be used."""
+    """Return the package's version. Raises DataError if the package is missing or a task or level cannot be used."""
     if find_spec(PACKAGE) is None:
         raise DataError(
             "data=reasoning_gym: the package reasoning_gym must be installed, and is not. In the checkout: "
@@ -103,7 +103,7 @@ def _row(task: str, level: int | None, entry: Mapping[str, Any]) -> Row:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score the last `<answer>` pair by the package's scorer, or 0 if this scorer fails on the response."""
+    """Score the last `<answer>` pair by the package's scorer. If this scorer fails on the response, the score is 0."""
     found = _ANSWER.findall(response)
     if not found:
         return Score(0.0, {"correct": 0.0, "format": 0.0})
@@ -131,7 +131,7 @@ def _parsed(named: str) -> tuple[str, int | None]:
 
 
 def _dataset(named: str, *, size: int, seed: int) -> Any:
-    """Return the package's dataset for a task and level. Raises DataError if they cannot be used."""
+    """Return the package's dataset for a task and level. Raises DataError if the task or level cannot be used."""
     task, level = _parsed(named)
     factory = import_module(f"{PACKAGE}.factory")
     if task in LEFT_OUT:

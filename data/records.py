@@ -29,7 +29,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a dataset. `where` is its file and line or row, for error messages."""
+    """One record of a dataset. `where` is the file and the line or row, for error messages."""
 
     where: str
     values: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Record:
     def text(self, column: str) -> str:
         """Return a column as text. `a.b` is field b of a, `a.0` is the first entry of a list, and `a.-1` is the last.
 
-        Numbers have no exponent (0.00001), and whole numbers no point (76). Raises DataError for any other value."""
+        Numbers are written without exponent (0.00001) and without `.0` (76). Raises DataError for any other value."""
         found = self._at(column)
         if isinstance(found, float) and math.isfinite(found):
             found = f"{Decimal(repr(found)):f}".removesuffix(".0")
@@ -59,7 +59,7 @@ class Record:
         return found
 
     def text_or_json(self, column: str) -> str:
-        """Return a list or an object as JSON text, and any other column in the form of `text`."""
+        """Return a list or an object as JSON text, and any other column as the method `text` does."""
         found = self._at(column)
         return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
 
@@ -106,7 +106,7 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
 
 
 def is_on_hub(config: TaskData) -> bool:
-    """Return whether `data.source` names a hub dataset. Raises DataError if it names no folder either."""
+    """Return whether `data.source` is a hub dataset. Raises DataError if it is neither a hub dataset nor a folder."""
     return isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None
 
 

@@ -1,10 +1,9 @@
 """A check of each reference against its scorer before a run.
 
 Each row is scored on two responses that must be correct: its solution, and its reference in a form that the scorer
-reads, such as `#### 18`. A row without either must be scored without an error. A solution in another form is accepted
-if no warm start trains on it. The result is stored next to the datasets. Its name depends on the dataset and the
-scorer's code.
-"""
+reads, such as `#### 18`. A row with neither is scored on a wrong response, which must not cause an error. A solution
+that the scorer cannot read is accepted if no warm start trains on it. The result is stored next to the datasets, by
+dataset and scorer code."""
 
 import json
 import os
@@ -62,7 +61,7 @@ FORMS: Mapping[str, Form | None] = {
     "data.countdown:score": None,
     PROGRAMS: None,
 }
-"""The form that each of Millrace's scorers reads. None: it reads no reference. Other scorers: see `USUAL_FORMS`."""
+"""The text before and after a reference, by scorer. None: no reference is read. Other scorers use `USUAL_FORMS`."""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
 

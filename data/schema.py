@@ -1,8 +1,7 @@
-"""The row schema as Arrow types, and functions for its parquet files, their provenance and their cards.
+"""The row schema as Arrow types, and functions for parquet files, their provenance and dataset cards.
 
 The task determines the type of the ground truth. In the user's files, `style`, `index` and `split` are ignored. Files
-are written in bounded memory, and the same rows always give the same bytes.
-"""
+are written in bounded memory, and the same rows always give the same bytes."""
 
 import json
 import math
@@ -128,7 +127,7 @@ def find_type(schema: pa.Schema, name: str) -> pa.DataType | None:
 
 
 def has_non_finite(ground_truth: object) -> bool:
-    """Return whether a ground truth contains NaN or an infinity, or is a text such as `null`."""
+    """Return whether a ground truth contains NaN or an infinity, or is a text for a missing value, such as `null`."""
     if isinstance(ground_truth, str):
         return _NO_VALUE.fullmatch(ground_truth.strip()) is not None
     return _has_non_finite(ground_truth)
@@ -184,7 +183,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """Return the provenance document of a file, or {} if it has none. Raises DataError if it cannot be read."""
+    """Return a file's provenance document, or {} if it has none. Raises DataError if the document cannot be read."""
     raw = (open_parquet(path).metadata.metadata or {}).get(PROVENANCE_KEY)
     try:
         found = json.loads(raw) if raw else {}

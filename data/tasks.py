@@ -1,9 +1,8 @@
-"""The dataset stage, which turns settings into a published dataset under a fingerprint, and tasks with the user's rows.
+"""The dataset stage, and the tasks that read the user's rows. The stage publishes a dataset under a fingerprint.
 
 The folder of a mixture has no rows: its manifest names the folders of its parts, which are built and filtered
-separately. A task is a module `data.<task>`, or one of this module: parquet files in the row schema, columns of any
-dataset, or a function.
-"""
+separately. A task is a module `data.<task>`, or is defined in this module: parquet files in the row schema, columns of
+any dataset, or a function."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,7 +78,7 @@ def task_of(config: TaskData) -> Task:
 
 
 def _origin(config: TaskData, seed: int) -> dict[str, Any]:
-    """Return everything that the rows depend on, without the settings of scorers and environments."""
+    """Return everything that determines the rows. The settings of scorers and environments do not."""
     left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *_PLACES.get(config.task, ())}
     return {
         "format_version": DATASET_FORMAT,
@@ -92,7 +91,7 @@ def _origin(config: TaskData, seed: int) -> dict[str, Any]:
 
 
 def input_digests(config: DataConfig) -> dict[str, str]:
-    """Return the digests of the input files, in a mixture by part. Raises DataError if a file is missing."""
+    """Return the digests of the input files (of all parts of a mixture). Raises DataError if a file is missing."""
     if isinstance(config, MixtureData):
         return _by_part([input_digests(part.data) for part in config.parts])
     return dict(task_of(config).inputs(config))
@@ -140,7 +139,7 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:
-    """Publish the folder of a mixture unless it exists. `kind`: `dataset` or `filtered`. The counts are the sums of all
+    """Publish the folder of a mixture unless it exists. `kind`: `dataset` or `filtered`. The counts are summed over all
     parts."""
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
     if read_finished_or_set_aside(directory) is not None:

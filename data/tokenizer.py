@@ -64,7 +64,7 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the transformers tokenizer of a directory. Raises DataError if this fails or the tokenizer is not fast."""
+    """Load the tokenizer of a directory. Raises DataError if it cannot be loaded, is not fast, or has no eos_token."""
     # AutoTokenizer ignores the tokenizer's own class for some config.json files.
     from rlcore.models.tokenizer import load_tokenizer as load_as_its_file_says
 
@@ -86,8 +86,8 @@ def load_tokenizer(directory: Path) -> Any:
 class PromptTokenizer:
     """A tokenizer that renders and tokenizes prompts and responses. It checks `PieceEncoder` on a sample.
 
-    Raises DataError if the tokenizer cannot be loaded, a chat prompt has no chat template, or the template ignores the
-    `tools` (JSON schemas) or a variable of `chat_template_kwargs`."""
+    Raises DataError if the tokenizer cannot be loaded, has no chat template for chat prompts, or if the template
+    ignores the `tools` (JSON schemas) or a variable of `chat_template_kwargs`."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class PromptTokenizer:
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
-        """Return the text of each prompt. `where` returns the beginning of an error message for an index."""
+        """Return the text of each prompt. `where` returns an error message's prefix for the index of a prompt."""
         if not self.chat:
             return [self.render(prompt) for prompt in prompts]
         found = []
@@ -141,7 +141,7 @@ class PromptTokenizer:
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """Render a chat prompt up to the assistant's turn, or up to the end of the assistant's last words."""
+        """Render a chat prompt, up to the assistant's turn or to the end of a last message of the assistant."""
         roles = [message["role"] for message in messages]
         if "user" not in roles:
             raise DataError(
@@ -168,7 +168,7 @@ class PromptTokenizer:
     def encode_responses(
         self, prompts: Sequence[Messages], texts: Sequence[str], responses: Sequence[str]
     ) -> tuple[list[bytes], dict[int, str]]:
-        """Return the token ids of each response, with the end token. `texts`: the prompts as the template writes them.
+        """Return the token ids of each response, with the end token. `texts`: the rendered prompts.
 
         An empty response has no ids. The second result gives the reason for each other response without ids. Raises
         DataError if a response has a word without a token."""
@@ -211,8 +211,8 @@ class PromptTokenizer:
     def response_ids(self, before: bytes, joint: bytes, written: str) -> bytes:
         """Return the ids of a response with its end token.
 
-        `before`: the ids of the prompt. `joint`: the ids of prompt and response. `written`: the text after the prompt.
-        This text is tokenized alone if a token spans the end of the prompt."""
+        `before`: the ids of the prompt. `joint`: the ids of prompt and response. `written`: the rendered text after the
+        prompt. It is tokenized alone if a token of `joint` spans the end of the prompt."""
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
             return found + self._end
@@ -404,7 +404,7 @@ class PieceEncoder:
 
 
 def _last_piece(text: str) -> int:
-    r"""Return the index of the last space if the last piece may begin there, otherwise 0.
+    r"""Return the index of the last space if the text can be split there, otherwise 0.
 
     >>> _last_piece("add 1 and 2?\n"), _last_piece("add: ")
     (9, 0)

@@ -50,7 +50,7 @@ class FirstRow:
 
 
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
-    """Return the first training row, or None if building it would take long. An existing dataset is read."""
+    """Read the first training row from an existing dataset, or build it. Return None if building would take long."""
     dataset = dataset_directory(config, seed, root)
     if read_manifest(dataset) is not None:
         parquet = dataset / "train.parquet"

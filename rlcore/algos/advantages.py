@@ -16,7 +16,7 @@ Counts = Int[Tensor, "N"]
 Flags = Bool[Tensor, "N"]
 
 SequenceAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "remax"]
-"""The methods of `group_advantages`, with one advantage for each response."""
+"""The methods of `group_advantages`, which give one advantage for each response."""
 
 # Keeps a group whose scores differ by rounding alone from dividing by zero; the value that the field uses
 STD_EPS = 1e-6
@@ -58,8 +58,8 @@ def group_advantages(
         remax                   s - score of greedy response      Li et al. 2023, arXiv:2310.10505
 
     s is the response's score, including KL and overlong penalties. mean and std (ddof = 1) are over the n responses to
-    its prompt. A single response has mean 0 and std 1. `lengths` (l): the tokens of each response. `greedy_scores`: the
-    score of the greedy response to the same prompt. Integer scores give float32 advantages."""
+    its prompt. For a group of one response, mean is set to 0 and std to 1. `lengths` (l): the tokens of each response.
+    `greedy_scores`: the score of the greedy response to the same prompt. Integer scores give float32 advantages."""
     # in float64 the mean of equal fp32 scores is exactly that score, and such a group gets exactly 0
     wide = scores.double()
     centred = wide - group_mean(wide, group_ids, torch.ones_like(wide))
@@ -211,7 +211,7 @@ def group_members(group_ids: Counts) -> tuple[Counts, Int[Tensor, "P"]]:
 
 
 def has_scored_peer(score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for each scored response that is alone in its group, or has another scored response in its group.
+    """Return True for each scored response whose group has another scored response, or no other response.
 
     >>> has_scored_peer(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, False, True, True, True]

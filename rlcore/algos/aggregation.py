@@ -17,8 +17,8 @@ Ids = Int[Tensor, "T"]
 @dataclass(frozen=True, slots=True)
 class Denominator:
     """The divisor of a loss, counted once over the whole mini-batch and all ranks. `num_tokens`, `num_sequences`: the
-    numbers of response tokens and of responses. `norm_tokens`: `rollout.max_response_tokens`, C in `aggregate`. All are
-    at least 1, since a mini-batch without response tokens has no update."""
+    numbers of response tokens and of responses. `norm_tokens`: `rollout.max_response_tokens`, C in `aggregate`. Each is
+    at least 1, because a mini-batch without response tokens has no update."""
 
     num_tokens: int
     num_sequences: int
@@ -26,7 +26,7 @@ class Denominator:
 
 
 def segment_sum(values: Floats, sequence_ids: Ids, num_sequences: int) -> Float[Tensor, "{num_sequences}"]:
-    """Return the sum of each sequence's values, in float64 and rounded once, so a GPU's order does not matter."""
+    """Return each sequence's sum, in float64 and rounded once, so that a GPU's order of addition does not matter."""
     sums = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return sums.index_add(0, sequence_ids, values.double()).to(values.dtype)
 
@@ -59,8 +59,8 @@ def aggregate(
         seq-mean-token-sum-norm   sum_t l_t / (N C)                Dr.GRPO, Liu et al. 2025, arXiv:2503.20783
 
     `|n|` is the number of response tokens of sequence n, which must be whole in one micro-batch. M, N and C are
-    `num_tokens`, `num_sequences` and `norm_tokens` of `denominator`. The argument `num_sequences` is per micro-batch.
-    """
+    `num_tokens`, `num_sequences` and `norm_tokens` of `denominator`. The argument `num_sequences` counts the sequences
+    of this micro-batch."""
     match mode:
         case "token-mean":
             return masked_sum(loss, mask) / denominator.num_tokens

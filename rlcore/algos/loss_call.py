@@ -25,7 +25,7 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function of `name`, a key of `known` or a `module:function`. Raises ConfigError if it is missing."""
+    """Return the function of `name`, a key of `known` or a `module:function`. Raises ConfigError if there is none."""
     module_name, colon, attribute = known.get(name, name).partition(":")
     rule = f"{key}: must name a function as module:function, got {name!r}"
     remedy = f"Use one of {', '.join(sorted(known))}, or a custom `module:function`"
@@ -44,9 +44,8 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return `function` with `options` bound, and each keyword argument in `given` that its signature declares.
-    Arguments in `always` are bound even if the signature does not declare them. Raises ConfigError if an option is
-    unknown, missing, or of a wrong type."""
+    """Return `function` with the `options` and the entries of `given` bound. An entry is bound only if the signature
+    declares it or `always` names it. Raises ConfigError if an option is unknown, missing, or of a wrong type."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 
@@ -55,7 +54,7 @@ def bind(
 def _own_arguments(
     function: Callable[..., Any], key: str, options: tuple[tuple[str, Any], ...], given: tuple[str, ...]
 ) -> tuple[frozenset[str], dict[str, Any]]:
-    """Return the names in `given` that the function declares, and its options after validation by its annotations."""
+    """Return the names in `given` that the function declares, and the options, validated by its annotations."""
     declared = {
         word: parameter
         for word, parameter in inspect.signature(function).parameters.items()
@@ -95,12 +94,12 @@ def resolve_policy_loss(name: str) -> PolicyLossFunction:
 
 
 def has_argument(name: str, argument: str) -> bool:
-    """Return whether the policy loss `name` has this argument."""
+    """Return whether the policy loss `name` has a parameter named `argument`."""
     return argument in inspect.signature(resolve_policy_loss(name)).parameters
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the policy loss of the settings with options and `given` bound. Raises ConfigError for wrong settings."""
+    """Bind the options and `given` to the policy loss of the settings. Raises ConfigError for wrong settings."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
@@ -120,9 +119,9 @@ def bind_advantage(
 def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
-    """Return `function`. If `name` is a custom `module:function`, return a wrapper that checks each result.
-    `problem_of_shape` receives a result and the function's first argument. It returns an error message or '', without
-    waiting for a device. The wrapper raises UserCodeError if the function or the check fails."""
+    """Return `function`, or for a custom `module:function` a wrapper that checks each result. `problem_of_shape`
+    receives a result and the function's first argument. It returns an error message or '', without waiting for a
+    device. The wrapper raises UserCodeError if the function or the check fails."""
     if ":" not in name:
         return function
 
@@ -188,7 +187,7 @@ def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> Non
 
 
 def _error_text(name: str, error: Exception) -> str:
-    """Return the text of the error, with the last line number in the custom function's file if there is one."""
+    """Return the text of the error, with the last line that ran in the custom function's file if there is one."""
     function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

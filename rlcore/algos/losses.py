@@ -1,5 +1,5 @@
-"""Losses of the policy and the critic for each token, estimates of the KL divergence, and corrections of the loss for
-the distance between the policy that sampled the responses and the trained policy."""
+"""Losses of policy and critic for each token, KL estimates, and corrections for the distance between the policy that
+sampled the responses and the trained policy."""
 
 import math
 from collections.abc import Callable
@@ -24,8 +24,8 @@ MIN_REST = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss and flags of each token, 0 and False where the mask is False. `clipped`, `clipped_lower`: True on the
-    clipped and the dual-clip branch. `log_ratio`: `log pi - log pi_old`, clamped to +-20."""
+    """The loss and flags of each token, 0 and False where the mask is False. `clipped`: True on the clipped branch.
+    `clipped_lower`: True on the dual-clip branch. `log_ratio`: `log pi - log pi_old`, clamped to +-20."""
 
     loss: Floats
     clipped: Mask
@@ -34,9 +34,9 @@ class PolicyLoss:
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]
-"""A pure function with the arguments of `ppo_clip`, which reads no values where the mask is False. The gradient of the
-loss is with respect to `policy_logprobs` only. Other keyword arguments are options (`algo.policy_loss_options`) or
-tensors: `behavior_logprobs` Float[T], `group_ids` Int[N], `entropy` Float[T] without gradient, and `covariance_rank`
+"""A pure function with the arguments of `ppo_clip`. The function reads no values where the mask is False. The gradient
+of the loss is with respect to `policy_logprobs` only. Other keyword arguments are options (`algo.policy_loss_options`)
+or tensors: `behavior_logprobs` Float[T], `group_ids` Int[N], `entropy` Float[T] without gradient, and `covariance_rank`
 Float[T], the `rank_share` of `token_covariance` in the mini-batch."""
 
 
@@ -66,7 +66,7 @@ def clipped_surrogate(log_ratio: Floats, advantages: Floats, *, settings: AlgoCo
 
 
 def _sequence_mean(log_ratio: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int) -> Floats:
-    """Return the mean log-ratio of each token's sequence. Its gradient reaches only the token's own log-ratio."""
+    """Return for each token the mean log-ratio of its sequence. The gradient reaches only the token's own log-ratio."""
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
     sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
     # the added difference is exactly 0 in value and carries the token's gradient
@@ -193,8 +193,7 @@ def kl_cov(
         l_t = -A_t r_t + coef |log r_t|      for the `share` of the mini-batch's tokens with the largest covariance
         l_t = -A_t r_t                       elsewhere
 
-    This is KL-Cov, Cui et al. 2025, arXiv:2505.22617, with the estimate of its code. `clipped`: True in the first line.
-    """
+    This is KL-Cov, Cui et al. 2025, arXiv:2505.22617, as in the paper's code. `clipped`: True in the first line."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     penalized = mask & (covariance_rank < share)
     loss = -masked(advantages, mask) * log_ratio.exp() + coef * masked(log_ratio.abs(), penalized)

@@ -150,8 +150,8 @@ def policy_objective(
 
     `l`: the policy loss of the settings, or 0 where `off_policy_mask` is True. `w`: the importance weights. `H`: the
     entropy, which needs a gradient only if its coefficient is not 0. `D`: `top_k_forward_kl` of `candidate_logprobs`,
-    the policy's log-probabilities of the teacher's likeliest tokens. Without `old_logprobs` in the batch,
-    `policy_logprobs` without gradient replace them."""
+    the policy's log-probabilities of the teacher's likeliest tokens. If the batch has no `old_logprobs`,
+    `policy_logprobs` replace them, without gradient."""
     packed, mask = batch.packed, batch.packed.loss_mask
     sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
     old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -314,7 +314,7 @@ def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoC
         c + step            where the entropy is below the target        c = entropy_coef + added
         max(0, c - step)    where the entropy is above the target
 
-    Source: the controller of Skywork-OR1 (He et al. 2025, arXiv:2505.22312), which also sets c to 0 above the target.
+    Source: the controller of Skywork-OR1 (He et al. 2025, arXiv:2505.22312), which however uses c = 0 above the target.
     """
     control = settings.entropy_control
     if control.target is None or observed_entropy == control.target:

@@ -2,7 +2,7 @@
 
 The largest differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982) balances
 ranks and micro-batches. Several ranks wait for each other at every micro-batch, so the cost is the number of
-operations. For one rank it is the number of tokens, which determines the memory."""
+operations. For a single rank, the cost is the number of tokens, which determines the memory."""
 
 import bisect
 import functools
@@ -21,15 +21,15 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, list[int]]
-"""The negated sum of a part, and its indices."""
+"""The negated sum of a part's lengths, and the indices in the part."""
 BALANCE_TOLERANCE = 1e-3
 """The accepted relative excess of the heaviest part over the mean. Above it, indices are exchanged between parts."""
 
 
 def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Split the indices of `lengths` into `num_parts` parts with nearly equal sums, each in ascending order. With
-    `equal_counts`, each part has equally many indices. No part is empty if all lengths are positive. Raises ValueError
-    for too few indices or impossible counts.
+    """Split the indices of `lengths` into `num_parts` parts with nearly equal sums. Each part is in ascending order.
+    With `equal_counts`, each part has equally many indices. No part is empty if all lengths are positive. Raises
+    ValueError if there are fewer indices than parts, or if equal counts are impossible.
 
     >>> partition([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
@@ -68,7 +68,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
-    """Return the smallest sum of a part minus the largest. `parts` does not contain empty parts, whose sum is 0."""
+    """Return the smallest minus the largest sum of a part. A part that is missing in `parts` is empty (sum 0)."""
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
 
 
@@ -139,7 +139,7 @@ class Sizes:
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return each sequence's cost: its computed tokens, or with a `shape` a sixth of `ModelShape.update_flops`."""
+        """Return each sequence's cost: computed tokens, or with `shape` a sixth of `ModelShape.update_flops`."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -156,7 +156,7 @@ def micro_batches(
 
 
 def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
-    """Return the sequences of each micro-batch, and the number of tokens that it computes."""
+    """Split into `num_micro` micro-batches. Return the sequences and the number of computed tokens of each one."""
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
         sizes = sizes.without_sharing()
@@ -169,7 +169,7 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighbours with the same prompt, up to the mean micro-batch size. Return the groups and their tokens."""
+    """Group neighbours by prompt, up to a micro-batch's mean token count. Return the groups and their token counts."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -185,7 +185,7 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """The sequences of each rank, and the number of micro-batches of every rank (ranks gather weights together)."""
+    """The sequences of each rank, and the number of micro-batches, which is the same for every rank."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
@@ -193,8 +193,8 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The sequences of each rank: for each optimizer step, and in the same order for a pass over the whole batch.
-    `num_shared`: the prompt tokens that are not computed again."""
+    """The sequences of each rank, by optimizer step (`mini_batches`) and in the same order for a pass over the whole
+    batch (`whole`). `num_shared`: the number of prompt tokens that are not computed again."""
 
     mini_batches: tuple[RankShares, ...]
     whole: RankShares
@@ -245,8 +245,8 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the smallest number of micro-batches that stay within `max_tokens`, cut by cost and by tokens. A
-        micro-batch may exceed this limit with a single sequence."""
+        """Return the smallest number of micro-batches that stay within `max_tokens`, whether they are balanced by cost
+        or by tokens. A micro-batch of a single sequence may exceed this limit."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))
@@ -260,8 +260,8 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the number of bins of size `budget` for these lengths. A longer length has its own bin.
-    The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
+    """Return a lower bound on the number of bins of size `budget`. A length above `budget` has its own bin. The bound
+    is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1

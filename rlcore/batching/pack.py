@@ -63,7 +63,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
 
 
 def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Float[Tensor, "T"]:
-    """Return each turn's reward where its last token is predicted, and 0 elsewhere and in unscored responses."""
+    """Put each turn's reward where the turn's last token is predicted, and 0 elsewhere and for unscored responses."""
     rewards = torch.zeros(packed.num_tokens)
     for rollout, start in zip(rollouts, packed.cu_seqlens.tolist(), strict=False):
         for place, reward in rollout.turn_rewards:
@@ -124,7 +124,7 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
-    """Return the number of leading tokens that each sequence shares with the nearest earlier one with number 0.
+    """Return how many leading tokens each sequence shares with the nearest earlier sequence whose own number is 0.
 
     Neighbours with the same prompt share the tokens before the first token with a loss. `sequences`: the sequences to
     compare, or None for all. The batch must be on the host.
@@ -206,7 +206,7 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Combine the token values of selections into one tensor of the batch, [T, ...], the inverse of `select`."""
+    """Undo `select`: combine the token values of selections into one tensor [T, ...] of the whole batch."""
     whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part

@@ -1,4 +1,4 @@
-"""Filtered rows as prompts and demonstrations, and the order in which training draws them.
+"""Filtered rows as prompts and demonstrations, the order in which training draws them, and their pass counts.
 
 The filter has already converted all texts to token ids. The order is an endless stream that is fixed by the seed and
 addressed by one integer. Each epoch is a new permutation of all prompts. The position, which is the number of prompts
@@ -39,8 +39,8 @@ class Demonstration:
     """A whole conversation as tokens. `is_target`: True for each token to learn, with the end token of each response.
 
     `misdirected`: the same prompt with a response to another problem, or None. `rejected`: the rejected response of a
-    pair, or None. `reference`: the initial policy's log-probability of each target, first of the chosen response. The
-    values are NaN until `SupervisedTrainer.fill_reference` computes them."""
+    pair, or None. `reference`: the initial policy's log-probability of each target. In a pair, the chosen response
+    comes first. The values are NaN until `SupervisedTrainer.fill_reference` computes them."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
@@ -261,7 +261,7 @@ class PassCounts:
     """The pass counts of R training rows: s scored responses, of which c are correct.
 
     A step with n scored and k correct responses changes s to `fade s + n` and c to `fade c + k`. A row has the weight 1
-    if s = 0 or c / s is inside the settings' band, otherwise `rest_weight`. Groups of equal scores give no gradient."""
+    if s = 0 or c / s is inside the settings' band, otherwise `rest_weight`."""
 
     passes: Float[Array, "R"]
     samples: Float[Array, "R"]
@@ -273,7 +273,7 @@ class PassCounts:
 
     @classmethod
     def read(cls, text: str, num_rows: int) -> "PassCounts":
-        """Decode a string of `text`. Raises CheckpointError if it does not have `num_rows` rows."""
+        """Decode a string that `text` returned. Raises CheckpointError if the string does not have `num_rows` rows."""
         found = np.frombuffer(base64.b64decode(text), dtype="<f4")
         if found.size != 2 * num_rows:
             raise CheckpointError(
@@ -305,7 +305,7 @@ class PassCounts:
 
 
 class RowSampler:
-    """The weights of training rows in a draw. `text`: the encoded counts before a step, or '' before the first step."""
+    """The weights of training rows in a draw. `text`: the pass counts as text, or '' before the first step."""
 
     def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
         self._place = {row_id: place for place, row_id in enumerate(row_ids)}
@@ -320,8 +320,8 @@ class RowSampler:
         return self._counts(text).weights(self._settings)
 
     def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
-        """Return the encoded counts after a step, and metrics. `groups`: correct and scored responses by prompt id. A
-        group without a scored response changes nothing."""
+        """Return the encoded counts after a step, and metrics. `groups`: the numbers of correct and of scored responses
+        by prompt id. A group without a scored response changes nothing."""
         before, fade = self._counts(text), np.float32(self._settings.fade)
         after = PassCounts(before.passes.copy(), before.samples.copy())
         for row_id, (correct, scored) in groups.items():

@@ -1,4 +1,4 @@
-"""All settings of a run as typed classes, with defaults, ranges and docstrings. It imports neither torch nor Ray."""
+"""All settings of a run as typed classes with defaults, ranges and docstrings. No module here imports torch or Ray."""
 
 from rlcore.config.algo import AlgoConfig, CriticConfig, KlConfig, OptimConfig
 from rlcore.config.data import (

@@ -68,7 +68,7 @@ class KlConfig(Section):
 
     @property
     def estimator_in_use(self) -> KlEstimator:
-        """The estimator without `auto`. `auto` is replaced by the estimator that has the gradient of the divergence."""
+        """The estimator that is used. `auto` stands for the estimator that has the gradient of the divergence."""
         if self.estimator != "auto":
             return self.estimator
         return "k1" if self.where == "reward" else "low_var_kl"
@@ -94,12 +94,12 @@ class RejectionConfig(Section):
     """The tokens or responses that an update skips because trainer and sampler differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
-    """The unit that is skipped: a token, or a response. A response is skipped by the sum, mean or maximum of the
-    differences of its tokens."""
+    """The unit that is skipped: a token, or a response. A response is skipped if the sum, mean or maximum of the
+    differences of its tokens is too large."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """The largest accepted difference: with k1 a ratio of probabilities above 1, with k2 or k3 a number of nats."""
+    """The largest accepted difference: with k1 a ratio of probabilities (above 1), with k2 or k3 a number of nats."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -289,7 +289,7 @@ class AlgoConfig(Section):
 
 
 OFFLOAD_PIECE_BYTES = 268_435_456
-"""The bytes of optimizer moments that are moved to the GPU at a time. The memory plan reads it without torch."""
+"""The bytes of optimizer moments that are moved to the GPU at a time. The memory plan also uses this number."""
 
 
 class OptimConfig(Section):

@@ -26,7 +26,7 @@ FILE_ENDINGS = (".yaml", ".yml")
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The folder of the groups, experiments, suites and sweeps that come with Millrace."""
 CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
-"""The environment variable with the user's folder in the form of `conf/`. The option `--config-dir` sets it."""
+"""The environment variable with the user's settings folder, laid out like `conf/`. `--config-dir` sets it."""
 
 GROUPS = {
     "data": "countdown",
@@ -38,7 +38,7 @@ GROUPS = {
 }
 """The groups of settings, each with the option that is chosen by default."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups with different keys in each option. If an override changes the option, the file's keys are dropped."""
+"""Groups with different keys in each option. A change of the option drops the keys of the experiment's file."""
 
 
 def conf_dirs() -> list[Path]:
@@ -174,7 +174,7 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A limit computed from the settings in `others`: their sum, or their product for `divide`.
+    """A limit computed from the settings in `others`: their product if `words` is `divide`, otherwise their sum.
 
     The limit is not checked if one of these settings is null or the setting in `only_with` is off. `remedy` may contain
     `{bound}` and `{divisors}`."""
@@ -263,8 +263,8 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveWhen:
-    """A condition under which the declaring setting has an effect: one setting in `by` is on, or has one of `values`,
-    or has none of `unless`.
+    """A condition under which the declaring setting has an effect. A setting in `by` must have one of `values`, or none
+    of `unless`. If both are empty, a setting in `by` must be on.
 
     `by`, `values`, `unless` and `of` are words separated by spaces, and `values` may be a function. `of`: the values of
     the declaring setting that need the condition. `why` and `remedy` replace generated texts of the warning."""
@@ -333,7 +333,7 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Return the settings and sections that declare each condition, by condition and the keys in `by`."""
+    """Map each condition, with the full keys of its `by`, to the settings and sections that declare the condition."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

@@ -59,7 +59,7 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Report an error in the settings `given`, and remove the value. A number becomes a text where one is required."""
+    """Report a wrong value of `given` and remove it. If a text is required, a number is converted instead."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -149,7 +149,7 @@ def _describe(key: str) -> str:
 
 
 def read_yaml(file: Path) -> dict[str, Any] | str:
-    """Read a YAML file by OmegaConf. Return its keys and values, or an error message."""
+    """Read a YAML file by OmegaConf. Return the keys and values in the file, or an error message."""
     try:
         if not file.exists():
             return "there is no such file"

@@ -58,7 +58,7 @@ _LOCK = Lock()
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Composed settings without wrong values, the problems, and the sources of the settings.
+    """The composed settings (wrong values are removed), the problems, and the sources of the settings.
 
     `members`: the chosen option of each group. `override_keys`: the keys and groups that overrides set. `file_keys`:
     the keys that the experiment's own file sets and no override sets."""
@@ -111,7 +111,7 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
 
 
 def swept_values(text: str) -> list[Any]:
-    """Return the values of an override with several values (`seed=1,2`, `seed=range(1,4)`), or [] for another text."""
+    """Return the values of an override such as `seed=1,2` or `seed=range(1,4)`, or [] for any other text."""
     parser = OverridesParser.create()
     try:
         override = parser.parse_override(text)

@@ -56,7 +56,7 @@ RENDERING_NAMES = frozenset((
 
 
 def reserved(names: Iterable[str]) -> str:
-    """Return the names that must not be used, joined by commas. These are repeated names and `ALL_SOURCES`."""
+    """Return the names that must not be used, joined by commas: repeated names and `ALL_SOURCES`."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
 
@@ -113,7 +113,7 @@ class CountdownData(Conversation):
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Balance the numbers of operations in the solutions: each split has equally many rows of each number."""
+    """Give each split equally many rows for each number of operations in the solution."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
@@ -167,7 +167,8 @@ class ParquetData(Conversation):
     validation_file: str = ""
     """The path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """The form of the prompt: the chat template, the only message, or the form in the file's metadata (else `chat`)."""
+    """The form of the prompt: `chat` (template), `text` (the only message), or `auto` (the file's metadata, else
+    `chat`)."""
     scorer: str = BY_ROW
     """A `module:function` that scores a response. By default, the row's `data_source` selects it (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
@@ -184,7 +185,7 @@ class MappedData(Conversation):
     """The subset of a hub dataset. '' selects the default subset."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     train_split: str = "train"
-    """The name of the training split. In a folder it is the stem of the file."""
+    """The name of the training split. In a folder, the name is the stem of the file."""
     validation_split: str = "test"
     """The name of the held-out split."""
     question: str = "question"
@@ -194,7 +195,7 @@ class MappedData(Conversation):
     columns: tuple[str, ...] = ()
     """Further columns for the scorer, which receives them in the ground truth. Lists and objects arrive as JSON."""
     solution: str = ""
-    """The column with a worked solution of full score for a warm start. '': there are no solutions."""
+    """The column with worked solutions for a warm start. Each must get the full score. '': there are no solutions."""
     instruction: str = ""
     """A text that is added to each question after a space."""
     data_source: str = ""
@@ -296,7 +297,7 @@ class MixtureData(Conversation):
     parts: tuple[MixturePart, ...] = ()
     """Two datasets or more: `[{weight: 3, data: {task: countdown, ...}}, {name: x, data: {task: gsm8k, ...}}]`."""
     scorer: str = BY_ROW
-    """The scorer that scores each response by the scorer of its dataset."""
+    """A scorer that calls the scorer of each response's dataset."""
     checks = (
         rule(".parts", "", "must hold two datasets or more", lambda own, _: len(own.parts) >= 2,
              "Name two or more, as docs/data.md shows, or choose the one as a group: data=countdown"),
@@ -375,12 +376,12 @@ class PassRatesConfig(Section):
     samples: int = Field(default=0, ge=0, le=1_024)
     """The number of scored responses of the initial policy to each training row. With 0, the stage is skipped."""
     keep: Annotated[tuple[float, float], EffectiveWhen(".samples")] = (0.0, 1.0)
-    """The lowest and highest share of solved responses, both included, of the training rows that are kept."""
+    """The lowest and the highest pass rate, both included, of the training rows that are kept."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
     """The number of rows after which the results are saved. A kill loses at most the results of this many rows."""
     draw: Literal["uniform", "band"] = "uniform"
-    """The way in which training rows are drawn. `uniform`: each once per epoch. `band`: rows with a pass rate in `band`
-    are preferred. Training responses change the pass rates, there are no epochs, and a row may be drawn again soon."""
+    """The way to draw training rows. `uniform`: each once per epoch. `band`: rows with a pass rate in `band` are
+    preferred. Then training responses change the pass rates, there are no epochs, and a row may be drawn again soon."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)

@@ -223,7 +223,7 @@ class ScratchModel(Section):
     num_layers: int = Field(default=3, ge=1)
     """The number of decoder layers."""
     num_heads: int = Field(default=3, ge=1)
-    """The number of attention heads. `hidden_size` must be an even multiple of this number."""
+    """The number of attention heads. `hidden_size` divided by this number must be even."""
     intermediate_size: int = Field(default=384, ge=8)
     """The width of the feed-forward layer."""
     max_position_embeddings: int = Field(default=512, ge=16)
@@ -269,16 +269,16 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The compute type. Trained weights are always float32. `auto` is bfloat16 on CUDA and float32 on a CPU."""
     attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
-    """The kernel of packed attention. `auto`: the first of flash_attn (3, 2), varlen and sdpa that runs on this device.
-    `flash_attn` uses flash-attn 4 if neither 3 nor 2 is installed."""
+    """The kernel of packed attention. `auto`: the first of flash-attn 3, flash-attn 2, varlen and sdpa that runs on
+    this device. `flash_attn`: flash-attn 3, 2 or, if neither is installed, 4."""
     gradient_checkpointing: Annotated[bool, MayChange] = False
     """Recompute each layer in the backward pass instead of keeping the layer's activations."""
     offload_activations: Annotated[bool, MayChange, EffectiveWhen(".gradient_checkpointing")] = False
     """Keep the inputs of recomputed layers in host memory until the backward pass, for very long responses."""
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
     """The way in which ranks share the model in an update. `3` gathers weights layer by layer and reduces gradients
-    after each micro-batch. `1` does each only once per optimizer step. It takes less network time, and 6 more bytes of
-    memory per weight. Both shard the float32 weights and the optimizer's state."""
+    after each micro-batch. `1` gathers and reduces only once per optimizer step. This takes less network time, but 6
+    more bytes of memory per weight. Both values shard the float32 weights and the optimizer's state."""
     compile: Annotated[bool, MayChange] = False
     """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
     share_prompts: bool = False
@@ -346,8 +346,8 @@ class WarmStartConfig(Section):
     )
     """The number of steps between two measurements of the held-out loss, and of the reward with `stop_at_reward`."""
     held_out_rows: int = Field(default=256, ge=0)
-    """The number of held-out demonstrations. They are at most a tenth of the file, or the solutions of validation rows.
-    0: no held-out loss."""
+    """The largest number of held-out demonstrations. They are rows of `demonstrations` (at most a tenth), or else
+    validation rows. 0: no held-out loss."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
     """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
     The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
@@ -362,7 +362,7 @@ class WarmStartConfig(Section):
         EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym verifiers",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
-    """The share of demonstrations with an equation for another target, which teach only the form."""
+    """The share of demonstrations whose response is an equation for another target. They teach only the form."""
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",

@@ -41,7 +41,7 @@ class Findings:
     """The file that sets each dotted key, and the file of the chosen option of each group."""
 
     def add(self, problem: Problem, *unsound: str) -> None:
-        """Add a problem unless it is already there. `unsound`: the keys that become unreliable, by default its key."""
+        """Add a problem unless it is there. `unsound`: the keys that become unreliable (default: `problem.key`)."""
         if problem not in self.problems:
             self.problems.append(problem)
         self.unreliable.update(unsound or (problem.key,))

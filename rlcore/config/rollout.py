@@ -85,7 +85,7 @@ class RolloutConfig(Section):
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
     """The limit of the mean absolute difference between the log-probabilities of vLLM and the trainer after a weight
     sync. A larger difference is reported, and stops the run if some tensor in vLLM cannot be compared with the
-    trainer's. If null, it is 4 times the first difference, at least 0.0001 in float32 and 0.02 in bfloat16."""
+    trainer's. If null, the limit is 4 times the first difference, at least 0.0001 in float32 and 0.02 in bfloat16."""
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
              "must be at least 2 with an advantage that compares the responses to a prompt",
@@ -135,7 +135,7 @@ class JudgeConfig(Section):
     """The prompt of the judge with the places `{response}` and `{ground_truth}` (JSON). The judge must end its text
     with `{"score": X}` or `<score>X</score>`, and must write only one score."""
     highest: float = Field(default=1.0, gt=0)
-    """The judge's best score. Verdicts are from 0 to this score. The part `judge` is a verdict / this score."""
+    """The judge's best score. Verdicts are from 0 to this score. The part `judge` is verdict / best score."""
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
     then restricts its text to `{"score": X}`. If null, the judge writes free text."""
@@ -291,7 +291,7 @@ class EvaluationConfig(Section):
     every_steps: int = Field(default=20, ge=0)
     """The number of steps between two validations. With 0, validations run only before and after training."""
     max_problems: int = Field(default=0, ge=0)
-    """The largest number of held-out problems in a validation, and of a suite. 0: all problems."""
+    """The largest number of held-out problems in a validation. Each suite has its own limit. 0: all problems."""
     samples_per_problem: int = Field(default=4, ge=1)
     """The number of sampled responses to each problem, for mean_at_k and pass_at_k."""
     sampling: SamplingConfig = SamplingConfig()
@@ -317,7 +317,7 @@ class EvaluationConfig(Section):
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Return whether `other` gives the same metrics for the same weights, because at most `every_steps` differs."""
+        """Return whether `other` gives the same metrics for the same weights. Only `every_steps` may differ."""
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -368,6 +368,6 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether a metric belongs to a suite. A metric of a data source `<suite>/hard` does not."""
+        """Return whether a metric belongs to a suite, and not to a data source whose name begins with `<suite>/`."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

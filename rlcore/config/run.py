@@ -1,4 +1,4 @@
-"""The class `RunConfig` with all settings of a run, its sections of the training loop, and functions for its keys."""
+"""The class `RunConfig` with all settings of a run, sections for training, devices and tracking, and key functions."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -82,7 +82,7 @@ class AlarmConfig(Section):
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
     """The action if all responses of each group have the same score. The alarm is off with groups of one response."""
     kl: StateAction = "off"
-    """The action if the KL divergence from the reference policy is above `kl_above`. It requires algo.kl.where."""
+    """The action on a KL divergence from the reference policy above `kl_above`. The alarm requires algo.kl.where."""
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
     """The limit of the mean KL divergence over response tokens, in nats."""
     length: StepAction = "off"

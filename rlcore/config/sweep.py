@@ -151,7 +151,7 @@ def points_of(spec: SweepSpec) -> list[Point]:
 
 
 def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
-    """Return the sweep of overrides with several values, as in `seed=1,2,3`. Raises ConfigError if none has several."""
+    """Return the sweep of overrides such as `seed=1,2,3`. Raises ConfigError if no override has several values."""
     several = {_key(text): values for text in overrides if (values := swept_values(text))}
     if not several:
         remedy = "Give one, as in seed=1,2,3 or optim.lr=1e-4,1e-3"
@@ -232,12 +232,12 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """The folder of the sweep."""
+        """The folder `sweeps/<sweep_id>` below `paths.root`."""
         return Path(self.base.paths.root).resolve() / "sweeps" / self.sweep_id
 
     @property
     def num_points(self) -> int:
-        """The number of requested points. The study has more if an earlier call requested more."""
+        """The number of requested points. Optuna's study has more points if an earlier call requested more."""
         return len(self.points) if self.spec.optuna is None else self.spec.optuna.num_points
 
     def rungs(self, config: RunConfig) -> tuple[int, ...]:
@@ -265,7 +265,8 @@ def load_sweep(
 ) -> Sweep:
     """Read a sweep from a name in `conf/sweep`, a .yaml file or its content, and check the settings of every point.
 
-    `overrides` and `budget` replace the values in the file. Raises ConfigError with all mistakes of one kind."""
+    `overrides` and `budget` replace the values in the file. Raises ConfigError with all mistakes in the file's form or,
+    if there are none, with all mistakes in the points."""
     spec = _parse(_content(source) if isinstance(source, str) else source)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
