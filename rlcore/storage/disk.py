@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlcore.config import CheckpointConfig
 from rlcore.errors import DiskSpaceError, MillraceError, StopRequestedError, UnwritableError
+
+if TYPE_CHECKING:
+    from rlcore.config import CheckpointConfig  # without it, completion in a shell is fast
 
 BYTES_PER_GB = 1e9
 BYTES_PER_TRAINED_PARAMETER = 4 + 8
@@ -178,7 +181,7 @@ def checkpoint_bytes(num_trained_parameters: int) -> int:
     return int(tensors * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
 
 
-def max_num_checkpoints(config: CheckpointConfig, *, total_steps: int, steps_per_chunk: int) -> int:
+def max_num_checkpoints(config: "CheckpointConfig", *, total_steps: int, steps_per_chunk: int) -> int:
     """Return the largest number of checkpoints on disk: the retained checkpoints, and one that is being written."""
     total = -(-total_steps // steps_per_chunk)
     kept = config.keep_last + config.keep_best
@@ -187,7 +190,7 @@ def max_num_checkpoints(config: CheckpointConfig, *, total_steps: int, steps_per
     return min(total, kept + 1)
 
 
-def reserve_bytes(config: CheckpointConfig) -> int:
+def reserve_bytes(config: "CheckpointConfig") -> int:
     """Return `checkpoint.reserve_gb` in bytes."""
     return int(config.reserve_gb * BYTES_PER_GB)
 
@@ -198,7 +201,7 @@ class DiskRoom:
     `log_event`: records an event by its name, step and data."""
 
     path: Path
-    config: CheckpointConfig
+    config: "CheckpointConfig"
     log_event: Callable[[str, int, Mapping[str, object]], None]
     stop: Callable[[], bool]
     prune: Callable[[], object]

@@ -71,7 +71,7 @@ def test_run_that_ends_before_its_first_step_has_final_status(
 HERE = Path("here")
 LAST, BEST = ExportedWeights(HERE, 2, cached=True), ExportedWeights(HERE, 1, cached=True)
 ROWS = StageResult(HERE, cached=True, counts={})
-AWAY = ("tracking.uri=oddsql://host/runs",)
+AWAY = "tracking.uri=oddsql://host/runs"
 """A store of a kind that is not installed, which fails immediately."""
 
 
