@@ -36,7 +36,8 @@ class Verdict:
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that repeats the responses of its first generation. Each method runs in `around(method)`."""
+    """A worker group that repeats the responses of its first generation. `around`: returns the context manager in which
+    a method of the workers runs."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
