@@ -1,4 +1,4 @@
-"""The card of exported weights, a README.md in the form of the Hugging Face hub: origin, scores, settings and use."""
+"""The Hugging Face model card (README.md) of exported weights: origin, scores, settings and use."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -84,7 +84,7 @@ def label_runs(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Return the spread of one value per seed."""
+    """Return the spread of `values`, which has one value per seed."""
     found = np.asarray(values, dtype=float)
     count, mean = len(found), float(found.mean())
     deviation = float(found.std(ddof=1)) if count > 1 else 0.0

@@ -1,4 +1,4 @@
-"""The content of a report, independent of HTML and JSON, and the format of values."""
+"""The content of a report, independent of HTML and JSON, and functions that format values."""
 
 import itertools
 import math
@@ -119,7 +119,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of one run or the comparison of several runs, according to `genre`."""
+    """The report of one run, or the comparison of several runs. `genre` distinguishes the two."""
 
     genre: str
     title: str

@@ -1,4 +1,4 @@
-"""Pages rendered from templates, the head of a report as Markdown, and sample responses as a table."""
+"""Pages rendered from templates, the Markdown summary of a report, and a table of sample responses."""
 
 import base64
 import hashlib
@@ -30,7 +30,7 @@ def page(template: str, **values: Any) -> str:
 
 
 def responses_page() -> str:
-    """Return the page that shows recorded responses. Its content security policy blocks all other scripts."""
+    """Return the page that shows recorded responses. The content security policy allows only the page's own script."""
     script = _TEMPLATES.get_template("answers.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return page("answers.html.j2", script=Markup(script), digest=digest)

@@ -212,7 +212,7 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
 
 def _inline_svg(svg: str, name: str, title: str) -> Markup:
-    """Convert matplotlib's SVG for a page: without prolog and links, with unique ids, and with the page's style."""
+    """Convert matplotlib's SVG for use in a page: remove prolog and links, and set unique ids and the page's style."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", body)
@@ -249,7 +249,7 @@ def plot_intervals(
 
 
 def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) -> None:
-    """Plot the curves of a group of runs: a single curve, or the mean with a band over the range."""
+    """Plot a group of runs: a single curve, or the mean of all curves in a band from the lowest to the highest."""
     if len(curves) == 1:
         marker = "o" if len(curves[0]) <= FEW_POINTS else ""
         axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)

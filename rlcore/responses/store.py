@@ -34,7 +34,8 @@ LIGHT = pa.schema(
     ]
 )
 """The columns for selection and sorting. `validation`: null for training. `score`: may be null. `advantage` and
-`logprob`: means over tokens. `gap`: the largest absolute difference from the trainer's log-probabilities, or null."""
+`logprob`: means over tokens. `gap`: the largest absolute difference of a token's log-probability between engine and
+trainer, or null."""
 TEXTS = pa.schema(
     [
         ("prompt", pa.string()),
