@@ -73,8 +73,7 @@ class Generation:
 
 
 def timed(step: Callable[[], Any], count: Callable[[], int], found: dict[int, list[float]]) -> Callable[[], Any]:
-    """Return a version of `step` that appends its duration (ms) to `found[n]`. n: the responses that the step left
-    unfinished, as returned by `count`."""
+    """Return a version of `step` that appends its milliseconds to `found[count()]`, counted after the step."""
 
     def measured() -> Any:
         started = time.perf_counter()

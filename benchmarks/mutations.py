@@ -159,8 +159,7 @@ def _tests_of(folder: str) -> str:
 
 @cache
 def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
-    """Return the tests that execute each line of each file, from coverage contexts. The tests that execute the fewest
-    lines come first."""
+    """Return the tests that execute each line of each file. Tests that execute fewer lines come first."""
     from coverage import CoverageData
 
     data: Any = CoverageData(str(lines))

@@ -36,8 +36,7 @@ class Verdict:
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that repeats the responses of its first generation. `around`: returns the context manager in which
-    a method of the workers runs."""
+    """A worker group that repeats its first responses. It runs each worker method inside `with around(method)`."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(

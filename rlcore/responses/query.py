@@ -101,8 +101,7 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return the columns and the `key` of the responses at positions `numbers`. Raises DataError for an unreadable
-        file."""
+        """Return the columns of the responses at positions `numbers`. Raises DataError if a file is unreadable."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         found: list[dict[str, Any]] = chosen.select(
@@ -204,8 +203,7 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the columns in `LIGHT` and the location of each response. `parts`: path, change time
-    (ns) and size of each file."""
+    """Return the columns in `LIGHT` and the location of each response. `parts`: path, mtime (ns), size."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):

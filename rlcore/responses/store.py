@@ -46,8 +46,7 @@ TEXTS = pa.schema(
         ("failure", pa.string()),
     ]
 )
-"""The columns with texts and the parts of the score. `said`: the answer that the scorer extracted. `failure`: the
-reason for a missing score."""
+"""The text columns and score parts. `said`: the answer that the scorer extracted. `failure`: why there is no score."""
 TOKENS = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),
