@@ -4,9 +4,10 @@
     python -m benchmarks.damaged_inputs --only journal     # the cases with this word in their name
     python -m benchmarks.damaged_inputs --list             # list the cases
 
-Each case damages a copy of a stopped or a finished run, and starts the same command. It passes if the numbers equal
-those of the undisturbed run and the console names the damage, or if one clear message refuses the run. It also passes
-if the console and the report name lost steps of the journal. Writes build/results/damaged_inputs.json or --out.
+Each case damages a copy of a stopped or a finished run, and repeats the command of the run. A case passes if the
+numbers equal those of an undamaged run and the console names the damaged file. A case also passes if the command
+refuses the run with a message that names the file. If the journal is damaged, steps may be lost, but the console and
+the report must name the loss. The results are written to build/results/damaged_inputs.json or to --out.
 """
 
 import argparse
@@ -44,9 +45,9 @@ Action = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Damage:
-    """One way to damage a run. `path` is a glob pattern below the workspace. The console must print `name`, if any.
-
-    `finished` selects the finished run. `limited` starts the command without root's right to ignore file permissions.
+    """One way to damage a run. `path`: a glob pattern below the workspace. `name`: a text that the console must print.
+    `finished`: True to damage the finished run, not the stopped run. `limited`: True to start the command without
+    root's right to ignore file permissions.
     """
 
     path: str
@@ -97,14 +98,14 @@ def _deep_json(path: Path) -> None:
 
 
 def _without_keys(path: Path) -> None:
-    """Write a manifest that has a valid digest but lacks a key of a checkpoint."""
+    """Remove a key from a checkpoint's manifest, and write a valid digest of the new manifest."""
     document = {key: value for key, value in json.loads(path.read_bytes()).items() if key != "metrics"}
     document["manifest_sha256"] = manifest_digest(document)
     path.write_text(json.dumps(document))
 
 
 def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
-    """Return a function that changes the line of a step in a journal. `change` returns the new line."""
+    """Return a function that replaces the line of a step in a journal by `change(line)`."""
 
     def rewrite(path: Path) -> None:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -116,7 +117,7 @@ def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
 
 
 def _change_digit(line: bytes) -> bytes:
-    """Return a line of a journal with another last digit in its first score."""
+    """Return a line of a journal in which the last digit of the first score is changed."""
     begin = line.index(b'"critic/score/mean":') + len(b'"critic/score/mean":')
     end = begin + len(line[begin:].split(b",")[0].rstrip(b"}\n"))
     return line[: end - 1] + bytes([line[end - 1] ^ 1]) + line[end:]
@@ -220,7 +221,8 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case. `verdict`: one of `PASSED`, or the failure. `output`: the console lines with the name."""
+    """The outcome of a case. `verdict`: one of `PASSED`, or the kind of failure. `output`: the console lines that
+    contain `Damage.name`."""
 
     name: str
     verdict: str

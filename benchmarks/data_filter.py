@@ -5,8 +5,8 @@
     python benchmarks/data_filter.py --check --write          # exit code 1 below ten times or over 2 s; writes JSON
 
 The loop applies the chat template of a trained byte-level BPE tokenizer, tokenizes, counts, and keeps or drops each
-row. Its blocks alternate with whole runs of the filter, which include loading, reading and writing. A second run in a
-new process must reuse the stored result. Both must give the same token ids.
+row. Measurements of the loop alternate with whole runs of the filter, which include loading, reading and writing. Loop
+and filter must give the same token ids. A second run of the filter in a new process must reuse the stored result.
 """
 
 import argparse
@@ -159,7 +159,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
 
 
 def seconds_used() -> np.ndarray:
-    """Return the seconds of the clock, and the processor seconds of this process and of its ended children."""
+    """Return the wall-clock time, and the processor time of this process and its ended children, in seconds."""
     return np.array([time.perf_counter(), sum(os.times()[:4])])
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.generation --shape=tiny --prompts=8 --mean=12 --longest=32   # rehearsal on a CPU
 
 Prompts have five responses each. The weights are random, and the lengths are drawn once from a geometric distribution.
-The GPU's time comes from one more generation. Torch's profiler records the steps for some numbers of unfinished
-responses.
+The GPU time is measured in further generations. In these, torch's profiler records up to 30 steps for each of three
+ranges of the number of unfinished responses.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Generation:
 
 
 def timed(step: Callable[[], Any], count: Callable[[], int], found: dict[int, list[float]]) -> Callable[[], Any]:
-    """Return a `step` that appends its milliseconds to `found[n]`. After the step, n responses are unfinished."""
+    """Return a version of `step` that appends its milliseconds to `found[count()]`, counted after the step."""
 
     def measured() -> Any:
         started = time.perf_counter()

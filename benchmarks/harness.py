@@ -1,4 +1,4 @@
-"""Training steps of the real trainer with equal work. Prompts and weights are random, and lengths are drawn once."""
+"""Training steps of the real trainer that all do the same amount of work. Prompts and weights are random."""
 
 import argparse
 import contextlib
@@ -37,9 +37,8 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """A `WorkerGroup` whose responses have fixed lengths, in another order in each step so that no result can be
-    reused. If `real` is false, it immediately returns random responses.
-    """
+    """A `WorkerGroup` whose responses have fixed lengths. The order of the lengths changes in each step, so that no
+    result can be reused. If `real` is False, no engine runs, and the responses are random."""
 
     def __init__(self, config: RunConfig, directory: Path, lengths: Sequence[int], *, real: bool = True):
         self._group = start_workers(config, str(directory))
@@ -103,7 +102,7 @@ def vocab_size_of(directory: Path) -> int:
 
 
 def compose(base: Sequence[str], overrides: Sequence[str], experiment: str = "verl_gsm8k_grpo") -> RunConfig:
-    """Compose the settings of an experiment. `overrides` replace the same keys of `base`."""
+    """Compose the settings of an experiment from `base` and `overrides`. If both set a key, `overrides` wins."""
     given = {line.partition("=")[0] for line in overrides}
     base = [line for line in base if line.partition("=")[0] not in given]
     return load_config([*base, *overrides], experiment=experiment)
@@ -194,7 +193,7 @@ def run_steps(
 
 @contextlib.contextmanager
 def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the peak GPU memory of all processes inside the block, in GB of 1e9 bytes."""
+    """Yield a function that returns the peak GPU memory of all processes in the `with` block, in units of 1e9 bytes."""
     if not torch.cuda.is_available():
         yield lambda: 0.0
         return

@@ -107,7 +107,7 @@ def held_bytes(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the peak memory in bytes since the start (CPU) or since `held_bytes` (CUDA)."""
+    """Return the peak memory in bytes: of the whole process (CPU), or since the last call of `held_bytes` (CUDA)."""
     if device == "cuda":
         import torch
 

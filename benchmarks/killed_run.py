@@ -3,12 +3,12 @@
     python -m benchmarks.killed_run --kills 60         # debug on Ray
     python -m benchmarks.killed_run --kills 5 experiment=countdown_demo trainer.total_steps=40
 
-Each kill ends one process (`PARTS`) within --window seconds after its start. The command is repeated until the run is
-finished. Until all kills are done, further runs start from the same dataset and initial policy.
-tests/e2e/test_kill.py kills all processes of a run together.
+Each kill ends one process, whose kind is in `PARTS`, within --window seconds after the start of this process. The
+command is repeated until the run is finished. Further runs with the same dataset and initial policy follow until all
+kills are done. tests/e2e/test_kill.py kills all processes of a run together.
 
-Every metric of every step except seconds, memory and throughput, and the bytes of the final weights must be equal, and
-no process may be left. Otherwise the exit code is 1. --out adds the findings to a JSON file.
+Every metric of every step must be equal, except seconds, memory and throughput. The final weights must be equal byte by
+byte, and no process may be left. Otherwise the exit code is 1. --out adds the findings to a JSON file.
 """
 
 import argparse
@@ -43,7 +43,7 @@ ON_RAY = (
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
 MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
-"""The end of a word that each kind of process has in its command line."""
+"""A suffix for each kind of process. A word of the command line of such a process ends with the suffix."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}
 PARTS = ("flow", *MARKS, *NAMES.values())
 
@@ -111,7 +111,7 @@ def _processes_by_part(flow: int) -> Mapping[str, psutil.Process]:
 
 
 class PartKiller:
-    """A killer of one process at a time. It chooses among the kinds of processes with the fewest kills."""
+    """A killer of one process at a time. The kind of the next process is drawn from the kinds with the fewest kills."""
 
     def __init__(self, num_kills: int, window_s: float, rng: random.Random, found: Findings) -> None:
         self.left = num_kills
@@ -152,8 +152,8 @@ class PartKiller:
             time.sleep(0.05)
 
     def _next_target(self) -> tuple[str, float, float]:
-        """Return the kind of process to kill next, the present time, and a delay. The delay begins at the present time,
-        or at the start of the process if the process starts later."""
+        """Return the kind of process to kill next, the present time, and a random delay in seconds. The delay begins at
+        the present time. If the process starts later, the delay begins at the process's start."""
         fewest = min(self._hits[part] for part in PARTS)
         part = self._rng.choice([part for part in PARTS if self._hits[part] == fewest])
         return part, time.time(), self._rng.uniform(0, self._window_s)
@@ -170,7 +170,7 @@ def _wait_for_orphans(found: Findings) -> None:
 
 
 def _alive_descendants() -> list[psutil.Process]:
-    """Return the living descendants of this process, including orphans. Reap the dead descendants."""
+    """Return the living descendants of this process, including orphans. Reap the zombies among the descendants."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

@@ -6,7 +6,7 @@
     python -m benchmarks.long_answers --cases tiny                             # rehearsal on a CPU
 
 Each case is a step of `benchmarks.grpo_step` with random weights. `runtime.fit_memory=auto` chooses the settings. Each
-case runs in its own process, which frees all memory. The results are written after each case.
+case runs in a separate process, whose end frees all memory. The results are written after each case.
 """
 
 import argparse

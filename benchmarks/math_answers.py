@@ -2,9 +2,10 @@
 
     python -m benchmarks.math_answers 20000        # prints JSON; exit code 1 if a difference has no rule
 
-One edit writes the reference in another form, so the answer is right. The other edits give wrong answers. They change a
-number, replace a number by a computation, omit a part of the reference, or add a second answer. If only one of the two
-accepts an answer, a rule of docs/data.md must explain the difference. `data.math` must accept every right answer.
+There are five edits. One writes the reference in another form, which gives a right answer. The other four give wrong
+answers: they change a number, replace a number by a computation, omit a part of the reference, or add a second answer.
+`data.math` must accept every right answer. If the two scorers disagree about a wrong answer, a rule of docs/data.md
+must explain the difference.
 """
 
 import json
@@ -38,7 +39,7 @@ class Answer(NamedTuple):
 
 @lru_cache(maxsize=1)
 def readings() -> dict[str, str]:
-    """Return the expected reading of each reference, such as `number 25/2%`, `words sunday` or `refused`."""
+    """Return how `data.math` should read each reference, such as `number 25/2%`, `words sunday` or `refused`."""
     rows = (line.partition("\t") for line in REFERENCES.read_text().splitlines())
     return {reference: reading for reference, _, reading in rows}
 

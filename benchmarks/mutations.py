@@ -11,12 +11,12 @@ A mutation changes one expression, such as a comparison, `and`, `not`, a number,
 Another kind of mutation deletes a statement: a call, a raise, a break or a `+=`. In a copy of the checkout, the tests
 that execute the mutated statement run, beginning with the 20 quickest. If a test fails, it has noticed the mutation,
 and no more tests run. The folder's tests run instead if --lines is not given or no test executes the statement. A
-timeout (--limit) also counts as noticed. At the end, the tests that noticed a mutation run without a mutation. If a
-test also fails then, it has not noticed its mutation.
+timeout (--limit) also counts as noticed. At the end, the tests that noticed a mutation run on the unchanged sources. If
+a test also fails there, its mutations count as unnoticed.
 
 The mutations and their tests are written to --out (JSON). The results of other folders in this file are kept. If an
-unnoticed mutation changes no behavior, a reader can write the reason as `equivalent` into that file. Later runs keep
-this text. The exit code is 0.
+unnoticed mutation changes no behavior, a reader can write the reason into the file, as `equivalent`. Later runs keep
+the reason. The exit code is 0.
 """
 
 import argparse
@@ -58,7 +58,7 @@ OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass
 class Mutation:
-    """The replacement of the text from `start` to `end`, pairs of a line (from 1) and a column, by `new`.
+    """The replacement of the source text from `start` to `end` by `new`. Both positions are (line from 1, column).
 
     `tried` is the number of tests that execute `statement`, or 0 if the folder's tests ran. `noticed_by` is a test or
     "limit". `equivalent` is a reader's reason why the mutation changes no behavior."""
@@ -159,7 +159,7 @@ def _tests_of(folder: str) -> str:
 
 @cache
 def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
-    """Return the tests that execute each line of each file (coverage contexts). Tests of few lines come first."""
+    """Return the tests that execute each line of each file. Tests that execute fewer lines come first."""
     from coverage import CoverageData
 
     data: Any = CoverageData(str(lines))
@@ -200,7 +200,7 @@ def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: i
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
-    """Write the results to a file, which keeps the results of other folders and a reader's reasons."""
+    """Write the results to a file. The file's results of other folders and its reasons (`equivalent`) are kept."""
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
     remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:

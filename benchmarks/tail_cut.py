@@ -5,9 +5,9 @@
     python -m benchmarks.tail_cut --shape tiny --engine hf --prompts 20 --mean 12 --longest 64 --steps 3    # rehearsal
 
 Without --experiment, the steps are those of `benchmarks.grpo_step` with an importance correction. The length of a
-response is geometric and follows from its seed. The geometric distribution has no memory, so the remaining length of a
-continued response is drawn in the same way. With --experiment, `millrace train` runs each seed with each value of
-`rollout.finish_share`. Finished runs are not repeated. Other arguments are overrides of settings.
+response is geometric, and the response's seed determines the length. The geometric distribution is memoryless, so the
+remaining length of a continued response is drawn in the same way. With --experiment, `millrace train` runs each seed
+with each value of `rollout.finish_share`. Finished runs are not repeated. Other arguments are overrides of settings.
 """
 
 import argparse

@@ -8,8 +8,8 @@ r"""Compare TRL's DPOTrainer with our DPO stage on the same pairs and weights: t
 
 The weights are random and in float32 on both sides. The sides run one after the other, each in a new process. Both use
 the same tokens in the same order, the same optimizer and the same reference model. Both compute the reference
-log-probabilities before the first step. TRL pads, so `--lengths equal` is its best case. The tokens of prompts and
-responses are counted, without padding.
+log-probabilities before the first step. TRL pads, so `--lengths equal` is TRL's best case. Token counts include prompts
+and responses but no padding.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.vs_trl import sides
 
 BETA = 0.1
 NAMES = {"margin": "rewards/margins", "chosen_logprob": "logps/chosen", "rejected_logprob": "logps/rejected"}
-"""The values that are compared in addition to the loss, each with our name and the name in TRL."""
+"""The compared metrics other than the loss: our name and TRL's name of each metric."""
 
 
 def ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:

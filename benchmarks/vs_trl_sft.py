@@ -9,7 +9,7 @@ Both sides start from the same random weights, take the same rows in the same or
 constant rate. A row has a prompt without a loss and a response of random length. The sides run one after the other,
 each in a new process. On a CPU both compute in float32, and the command fails if two losses differ by more than 1e-4.
 On a GPU both keep float32 weights and compute in bfloat16. TRL pads its batches, unless `--padding-free` is given (with
-FlashAttention). The tokens of the rows are counted, without padding.
+FlashAttention). Token counts exclude padding.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""The checks that `benchmarks.device_checks` runs, and the rig that they share."""
+"""The checks that `benchmarks.device_checks` runs, and the worker setup that the checks share."""

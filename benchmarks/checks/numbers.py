@@ -24,7 +24,7 @@ OVER_CAP = 0.2  # approximate share of the ratios above the cap
 
 
 def differences(rig: Rig) -> Verdict:
-    """Compare the log-probabilities of engine and trainer. In bfloat16, compare both with float32 too."""
+    """Compare the log-probabilities of engine and trainer. In bfloat16, also compare each with float32."""
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts
@@ -49,7 +49,7 @@ def differences(rig: Rig) -> Verdict:
 
 
 def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
-    """Return log-probabilities of the initial policy in float32. The weights are first rounded to bfloat16."""
+    """Compute the log-probabilities of the initial policy in float32, after its weights are rounded to bfloat16."""
     config = worker._config
     plain = config.model.model_copy(update={"dtype": "float32", "attention": "sdpa", "compile": False})
     device = worker._device
@@ -62,7 +62,7 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
 
 
 def correction(rig: Rig) -> Verdict:
-    """Compare the loss of a step with a naive sum, in each mode of the importance correction."""
+    """Compare the loss of a step with a naive computation, in each mode of the importance correction."""
     if rig.group.kept is None:
         rig.step()
     kept = rig.group.kept

@@ -55,8 +55,8 @@ def check(rig: Rig) -> Verdict:
 
 
 def _measured(rig: Rig) -> dict[str, dict[str, float]]:
-    """Return three peaks in GB for each phase: of tensors and of reserved memory, both without a sleeping engine, and
-    of all processes."""
+    """Return the peak memory of each phase in GB: of tensors, reserved by torch, and used by all processes. The first
+    two peaks exclude the memory of a sleeping engine."""
     found: dict[str, dict[str, float]] = {}
     engine = engine_pool_bytes()
 
@@ -89,5 +89,5 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
 
 
 def _put_to_sleep(worker: Worker) -> None:
-    """Put the engine to sleep before a phase, so that the phase does not begin with the memory of the awake engine."""
+    """Put the engine to sleep, so that a phase does not begin with the memory of an awake engine."""
     worker.engine.sleep()

@@ -24,7 +24,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make the CPU allocator return freed memory to the system. A memory limit would count it otherwise."""
+    """Make the CPU allocator return freed memory to the system, so that the limit does not count freed memory."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)

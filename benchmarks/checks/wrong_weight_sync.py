@@ -55,7 +55,7 @@ def _weights(worker: Worker) -> dict[str, Tensor]:
 
 @contextmanager
 def _skip_sync(old: dict[str, Tensor]) -> Iterator[None]:
-    """Inside the `with` block, send old values to vLLM for some of the tensors."""
+    """Send outdated values of some tensors to vLLM inside the `with` block."""
     load = weight_sync.load_weights
 
     def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:

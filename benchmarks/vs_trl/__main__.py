@@ -15,13 +15,13 @@ micro-batch, no gradient checkpointing, SDPA, fused AdamW, and no unneeded forwa
 On a GPU, all sides run one GPU's share of verl's Llama-3.2-1B benchmark with random weights. It has 128 prompts of 107
 tokens with 5 responses each, four updates, and a reference policy. TRL pads its batches, so `--lengths equal` is its
 best case. With `--lengths drawn` (geometric, up to 1,024) TRL computes mostly padding. Memory is the peak that the
-driver reports for the whole GPU. The sides are trl-fp32 (float32 master weights under bfloat16 autocast, which lr 1e-6
-needs), trl-bf16 (bfloat16 weights and optimizer), and ours.
+driver reports for the whole GPU. The sides are trl-fp32 (float32 master weights, bfloat16 autocast), trl-bf16 (weights
+and optimizer in bfloat16), and ours. The learning rate 1e-6 is too small for bfloat16 weights.
 
-With `--experiment`, all sides learn from the same initial policy and save their weights every 20 steps. This is the
-default on a CPU, with countdown_demo in float32 and generation by transformers. One process then evaluates the saved
-weights of all sides on the held-out problems, with one engine (`--engine`). The process adds the rewards to the reports
-in DIR.
+With `--experiment`, all sides learn from the same initial policy and save their weights every 20 steps. On a CPU, the
+default is `--experiment countdown_demo`, in float32 and with generation by transformers. After training, one process
+evaluates the saved weights of all sides on the held-out problems with the engine `--engine`. The process adds the
+rewards to the reports in DIR.
 """
 
 import argparse

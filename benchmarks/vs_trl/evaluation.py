@@ -1,4 +1,4 @@
-"""An evaluation of the saved weights of all trainers in `benchmarks.vs_trl` on held-out problems, with one engine.
+"""The evaluation of the weights that the trainers in `benchmarks.vs_trl` saved, on held-out problems with one engine.
 
 python -m benchmarks.vs_trl.evaluation DIR vllm  # started by benchmarks.vs_trl
 """
@@ -64,7 +64,7 @@ def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
 
 
 def saved_weights(out: Path, engine: str) -> list[Job]:
-    """Return the jobs with saved weights in the folder `out`, with their engine replaced by `engine`."""
+    """Return the jobs in the folder `out` that have saved weights. Each job's engine is replaced by `engine`."""
     jobs = [Job.read(folder.parent / "job.json") for folder in sorted(out.glob("*/step-0"))]
     return [replace(job, engine=engine, model=str(job.weights(0))) for job in jobs]
 

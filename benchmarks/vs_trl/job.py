@@ -13,12 +13,12 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of one trainer. `folder` has the prompts in the order of the steps and, with `evaluated_steps`, the
-    held-out problems and the weights.
+    """The work of one trainer. `folder`: contains the prompts in the order of the steps. If `evaluated_steps` is not
+    empty, the folder also contains the held-out problems and the weights.
 
-    `precision` is fp32 (products in bfloat16 on a GPU) or bf16 (TRL only). `lengths` has the number of tokens of each
-    response in a step. It is empty if the model ends the responses. `micro_batch` counts responses in one forward pass
-    of TRL."""
+    `precision`: fp32 (on a GPU with products in bfloat16), or bf16 (TRL only). `lengths`: the number of tokens of each
+    response in a step, or () if the model ends the responses itself. `micro_batch`: the number of responses in one
+    forward pass of TRL."""
 
     name: str
     device: str

@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 Side = Callable[[dict[str, Any], list[Any]], dict[str, Any]]
-"""A function of the job and its rows that returns the measurements."""
+"""A function that runs one side. Its arguments are the job and the rows, and it returns the measurements."""
 
 
 def now() -> float:
@@ -26,7 +26,7 @@ def now() -> float:
 def start(
     words: Sequence[str], *, threads: int, python: str | None = None, site: Path | None = None, **variables: str
 ) -> None:
-    """Run Python with the folder `site`, if given, first on the module path."""
+    """Run Python with the arguments `words`. If `site` is given, this folder is the first on the module path."""
     path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **variables}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -53,7 +53,7 @@ def describe(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 
 
 def run_side(sides: Mapping[str, Side], name: str, folder: Path) -> None:
-    """Run one side in this process, and write its measurements."""
+    """Run the side `name` in this process, and write the measurements to `folder`."""
     job, rows = (json.loads((folder / file).read_text()) for file in ("job.json", "rows.json"))
     torch.set_num_threads(job["threads"])
     (folder / f"{name}.json").write_text(json.dumps(sides[name](job, rows)))
@@ -94,8 +94,8 @@ def supervised_steps(trainer: Any, count: int) -> list[Mapping[str, float]]:
 
 
 def measuring(trainer: type[Any], found: dict[str, list[float]]) -> tuple[type[Any], Any]:
-    """Return a subclass of a trainer of TRL and a callback. They add the summed losses of the micro-batches, without
-    rounding, and the seconds of each step to `found`."""
+    """Return a subclass of a TRL trainer, and a callback for it. The subclass appends each step's unrounded loss to
+    `found["loss"]`, and the callback appends the step's duration to `found["step_s"]`."""
     from transformers import TrainerCallback
 
     class Measured(trainer):  # type: ignore[misc, valid-type]

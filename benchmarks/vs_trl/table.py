@@ -1,4 +1,4 @@
-"""The table of `benchmarks.vs_trl`, with the medians of each trainer, the speed ratios and the required ratios."""
+"""The table of `benchmarks.vs_trl`: medians of each trainer, speed ratios, and the ratios that are required."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def _in_order(reports: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of one trainer. `peak_gb` is the memory of the GPU, or on a CPU the resident memory."""
+    """Return the row of one trainer. `peak_gb`: the peak memory of the GPU, or the peak resident memory on a CPU."""
     first = runs[0]
     on_gpu = first["device"] == "cuda"
     peaks = [one["device_gb"] or one["reserved_gb"] if on_gpu else one["rss_gb"] for one in runs]
@@ -49,7 +49,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
-    """Return the median rate over the batches. Slowed batches have little effect on the median."""
+    """Return the median over batches of the batch's count per second."""
     return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
 
 

@@ -37,8 +37,8 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 @dataclass(frozen=True)
 class Response:
     """One response to a problem. `parts`: the components of its score. `num_tokens` includes the end token. `logprob`:
-    the sum over the sampled tokens in nats. `said`: the answer that the scorer extracted. `failure`: why there is no
-    score. Metrics ignore a response without a score."""
+    the sum over the sampled tokens in nats. `said`: the answer that the scorer extracted. `failure`: the reason for
+    a missing score. Metrics ignore a response without a score."""
 
     text: str
     score: float
@@ -56,7 +56,7 @@ class Response:
 
     @property
     def solved(self) -> bool:
-        """True if the component `correct` of the score is 1, or without this component if the total is 1."""
+        """True if the score's component `correct` is 1. If the score has no such component, the total must be 1."""
         return Score(self.score, self.parts).solved
 
 
@@ -79,7 +79,7 @@ class ProblemResult:
 
     @property
     def is_scored(self) -> bool:
-        """False if the problem has samples but none with a score, or a greedy response without a score."""
+        """False if the greedy response has no score, or if the problem has samples and none of them has a score."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
@@ -107,7 +107,7 @@ def vote(text: str) -> str:
 
 
 def num_samples(problems: Sequence[ProblemResult]) -> int:
-    """Return the number of samples of each problem, 0 without problems. Raises DataError if the numbers differ."""
+    """Return the number of samples per problem (0 if there are no problems). Raises DataError if the numbers differ."""
     counts = {len(problem.samples) for problem in problems}
     if len(counts) > 1:
         raise DataError(f"problems of a validation: each needs the same number of samples, got {sorted(counts)}")
@@ -115,9 +115,9 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
-    """Return one value per scored problem (Float[P]) for each statistic, by metric name without
-    `val-core/<data_source>/`. Statistics of samples ignore those without a score. Greedy statistics need a greedy
-    response to every problem. Raises DataError if problems have different numbers of samples."""
+    """Return one value per problem (Float[P]) for each statistic. A statistic has the name of its metric without
+    `val-core/<data_source>/`. Samples without a score are ignored. Greedy statistics need a greedy response to every
+    problem. Raises DataError if problems have different numbers of samples."""
     k = num_samples(problems)
     found: dict[str, Array] = {}
     if k:
@@ -164,12 +164,12 @@ class ValidationResult:
 
     @property
     def reward_statistic(self) -> str:
-        """The name of the held-out reward: the mean score of the samples, or the greedy score without samples."""
+        """The name of the held-out reward: the samples' mean score, or the greedy score if there are no samples."""
         return f"reward/mean_at_{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property
     def scored_only(self) -> "ValidationResult":
-        """The result restricted to the problems that have a score."""
+        """The result restricted to the problems for which `is_scored` is true."""
         return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
@@ -208,9 +208,9 @@ class ValidationResult:
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics (see `rlcore/tracking/metrics.md`), each with the ends `/ci_low` and `/ci_high` of its
-        interval. The first metric is the held-out reward. It is left out for a suite. Several data sources have their
-        own metrics, and `val-core/all/...` covers all."""
+        """Return the metrics (see `rlcore/tracking/metrics.md`). `/ci_low` and `/ci_high` are the ends of an interval.
+        The first metric is the held-out reward, except for a suite. If there are several data sources, each source has
+        its own metrics, and `val-core/all/...` covers all sources together."""
         reward = self.intervals.get(self.reward_statistic) if not self.suite else None
         summary = {} if reward is None else {HELD_OUT_REWARD: reward.value}
         parts = [part.metrics() for part in self.by_source().values()]
@@ -229,7 +229,7 @@ class ValidationResult:
 
     @classmethod
     def read(cls, path: Path) -> "ValidationResult":
-        """Read a file of `write`. Raises DataError if it is missing, damaged or of another format."""
+        """Read a file that `write` wrote. Raises DataError if the file is missing, damaged or of another format."""
         try:
             document = _DOCUMENT.validate_json(path.read_bytes())
             version = document.pop("format_version", None)
@@ -272,8 +272,8 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
 
 
 def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
-    """Compare every shared statistic of two validations, paired over their common problems. Raises DataError if they
-    share no scored problem, or if two problems with the same id differ."""
+    """Compare each statistic that two validations share, paired over their common problems. Raises DataError if the
+    validations share no scored problem, or if two problems with the same id differ."""
     first, second = first.scored_only, second.scored_only
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]

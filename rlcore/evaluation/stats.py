@@ -1,6 +1,7 @@
 """Statistics of repeated responses to the same problems, with confidence intervals.
 
-P: problems, n: responses per problem, c: correct ones, M: statistics, B: resamples. Metrics are means over problems."""
+P: problems, n: responses per problem, c: correct responses per problem, M: statistics.
+Metrics are means over problems."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """The mean difference `b - a` over the same problems. `b` wins a problem if its value there is higher."""
+    """The mean difference `b - a` over the same problems. `wins`: the problems where `b` has the higher value."""
 
     difference: Interval
     wins: int
@@ -40,8 +41,9 @@ class PairedDifference:
 
 
 def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
-    """Return the unbiased chance that at least one of k responses is correct: `1 - C(n-c, k) / C(n, k)`. n and c have
-    the shape [P]. k is a number or has the shape [P], from 1 to n (Chen et al. 2021, arXiv:2107.03374).
+    """Return an unbiased estimate of the probability that at least one of k responses is correct:
+    `1 - C(n-c, k) / C(n, k)` (Chen et al. 2021, arXiv:2107.03374). n and c have the shape [P]. k is from 1 to n, and
+    is a number or has the shape [P].
 
     >>> pass_at_k([4, 4], [2, 1], 2).round(4).tolist()
     [0.8333, 0.5]
@@ -51,8 +53,8 @@ def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) ->
 
 
 def pass_all_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
-    """Return the unbiased chance that all of k responses are correct, `C(c, k) / C(n, k)`, with the shapes of
-    `pass_at_k`. This is also known as pass^k (Yao et al. 2024, arXiv:2406.12045).
+    """Return an unbiased estimate of the probability that k responses are all correct, `C(c, k) / C(n, k)`. Shapes are
+    as in `pass_at_k`. The estimate is also known as pass^k (Yao et al. 2024, arXiv:2406.12045).
 
     >>> pass_all_at_k([4, 4], [2, 4], 2).round(4).tolist()
     [0.1667, 1.0]
@@ -72,7 +74,7 @@ def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> t
 
 
 def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
-    """Return the chance that k of `total` items are all among `chosen` marked items. It cannot overflow or cancel."""
+    """Return `C(chosen, k) / C(total, k)` as a product of k ratios, which cannot overflow."""
     before = np.arange(k.max(initial=0))  # responses drawn before the response of this factor
     left = np.maximum(total[:, None] - before, 1.0)
     factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
@@ -80,8 +82,8 @@ def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
 
 
 def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
-    """Return the mean value of the most frequent answer in `votes`, or on a tie the mean over the tied answers.
-    `values` are scores, or 1 for right and 0 for wrong.
+    """Return the mean value of the responses with the most frequent answer. On a tie, return the mean over the tied
+    answers. `votes`: the answer of each response. `values`: the score of each response, or 1 for right and 0 for wrong.
 
     >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
     1.0
@@ -99,8 +101,8 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """Return the mean and interval of each of M statistics. For the arguments, see `bootstrap_intervals`. A statistic
-    with only the values 0 and 1 gets Wilson's interval, since the bootstrap is too narrow for rare successes."""
+    """Return the mean and interval of each of M statistics, with the arguments of `bootstrap_intervals`. If a statistic
+    has only the values 0 and 1, the interval is Wilson's, because the bootstrap is too narrow for rare successes."""
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)
     return [
@@ -112,8 +114,7 @@ def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples
 
 
 def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 0.95) -> Interval:
-    """Return a share with the interval of the score test, all p with |share - p| <= z sqrt(p (1 - p) / P) (Wilson
-    1927). z is the normal quantile of `confidence`.
+    """Return the share of correct problems with Wilson's score interval (Wilson 1927).
 
     >>> round(wilson_interval(0, 30).high, 3)
     0.114
@@ -129,7 +130,7 @@ def bootstrap_intervals(
     values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000, seed: int = 0
 ) -> list[Interval]:
     """Return the mean over problems and a percentile-bootstrap interval (Efron 1979) for each of M statistics.
-    `values`: [P, M]. Responses to one problem are dependent, so problems are resampled, B = `num_resamples` times."""
+    `values`: [P, M]. Problems are resampled, not responses, because the responses to one problem are dependent."""
     table = _table(values)
     means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
     tail = (1.0 - confidence) / 2.0
@@ -162,8 +163,8 @@ def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator)
 def paired_difference(
     a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000
 ) -> PairedDifference:
-    """Return the mean of `b - a` over the same problems with its bootstrap interval, and the numbers of wins and
-    losses. `a` and `b` have the shape [P]. Pairing removes the difficulty of problems and so narrows the interval."""
+    """Return the mean of `b - a` over the same problems, its bootstrap interval, and the numbers of wins and losses of
+    `b`. `a` and `b` have the shape [P]. Pairing removes the effect of the problems' difficulty on the interval."""
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape:
         raise ValueError(f"a and b must be values of the same problems, got {first.shape} and {second.shape}")

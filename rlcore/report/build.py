@@ -47,7 +47,7 @@ class ReportFiles:
     json: Path
     findings: tuple[Finding, ...]
     summary: str
-    """The head of the report as Markdown."""
+    """The title, key metrics and findings of the report as Markdown."""
 
 
 def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
@@ -71,7 +71,7 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
 
 
 def summary_markdown(run_dir: Path, failure: str = "") -> str:
-    """Return the head of a run's report as Markdown. Raises DataError if the folder is not a run."""
+    """Return the title, key metrics and findings of a run as Markdown. Raises DataError if the folder is not a run."""
     return page.markdown_of(_run_head(read_run(run_dir), failure, ()))
 
 

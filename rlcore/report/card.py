@@ -1,4 +1,4 @@
-"""The card of exported weights, a README.md in the form of the Hugging Face hub: origin, scores, settings and use."""
+"""The Hugging Face model card (README.md) of exported weights: origin, scores, settings and use."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ from rlcore.report.record import RunRecord
 from rlcore.report.run_sections import defaults_of, settings_of
 
 _PUBLISHED = {SMOLLM2: ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
-"""The hub id and the license of models that come as a package."""
+"""The hub id and the license of each model that Millrace installs as a Python package."""
 _PRIVATE = ("paths", "tracking", "runtime", "reward.judge", "tags")
-"""The settings that a card leaves out, because they belong to a machine, an account or a service."""
+"""The settings that a card omits, because they describe a machine, an account or a service."""
 _USE = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,8 +33,8 @@ vllm serve {name}
 
 
 def model_card(record: RunRecord, step: int, name: str, evaluations: Sequence[ValidationResult] = ()) -> ModelCard:
-    """Return the card of a run's weights after `step`. `name`: a hub id, or the name of the folder. `evaluations`:
-    results of these weights outside the run."""
+    """Return the model card of a run's weights after `step`. `name`: a hub id, or the name of the exported folder.
+    `evaluations`: results from evaluating these weights after the run."""
     config, origin = record.config, record.lineage
     base_id, base, license_name = _base_model(config.model.path)
     results = [*_results_of(record, step), *evaluations]
@@ -98,7 +98,7 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
 
 
 def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
-    """Yield, for the held-out set and each suite, the result after `step` that has the most problems."""
+    """Yield one result at `step` for the held-out set and for each suite: the result with the most problems."""
     for results in (record.validations, *record.suites.values()):
         of_step = [result for result in results.values() if result.step == step]
         if of_step:
@@ -124,7 +124,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _public(value: Any) -> Any:
-    """Return a setting without the folders of absolute paths, and without the secrets of URLs.
+    """Return a setting's value. An absolute path is cut to its last component, and secrets in a URL are masked.
 
     >>> _public([{"source": "/home/me/problems"}, "https://me:key@host/v1", "openai/gsm8k", "/", 0.5])
     [{'source': 'problems'}, 'https://me:***@host/v1', 'openai/gsm8k', '/', 0.5]

@@ -21,19 +21,19 @@ from rlcore.report.run_sections import algorithm_of, describe_setting, settings_
 
 MIN_RUNS = 2
 LABELS = ("name", "run_id", "tags", "paths", "tracking")
-"""The settings that name a run or its location. They are not compared."""
+"""The settings that only name a run or its location. A comparison ignores these settings."""
 OF_THE_SCORE = (
     "trainer.total_steps",
     *(f"validation.{key}" for key in ("max_problems", "samples_per_problem", "sampling")),
 )
-"""The settings that a resume may change, but that the last held-out reward depends on."""
+"""The settings that affect the last held-out reward, although a resume may change them."""
 MAX_KEYS_IN_A_LABEL = 2
 CODE = "code"  # the stage of `Origin` with the fingerprint of the user's code
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The spread of a metric over seeds. The mean of several seeds has a 95% interval of Student's t."""
+    """The spread of a metric over seeds. `mean` has a 95% Student-t interval if there are several seeds."""
 
     mean: Interval
     deviation: float
@@ -43,8 +43,8 @@ class Spread:
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
-    """Return the settings that differ between runs, each with one value per run (None without the setting). The
-    fingerprint of the user's code is the setting `code` if all runs have one."""
+    """Return the settings that differ between runs, each with one value per run. The value is None for a run without
+    the setting. The key `code` stands for the fingerprint of the user's code, if every run recorded a fingerprint."""
     codes = [next((one.fingerprint for one in run.lineage.stages if one.name == CODE), None) for run in runs]
     known = zip(runs, codes if all(codes) else [None] * len(runs), strict=True)
     found = [{**settings_of(run.config), CODE: code} for run, code in known]
@@ -58,8 +58,8 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Group runs that differ only by their seed and by settings that a resume may change. The label of a group is the
-    one or two settings that differ between groups. If more settings differ, the label is a run's name or id."""
+    """Group runs that differ only in their seed and in settings that a resume may change. The label of a group shows
+    the one or two settings that differ between groups. If more settings differ, the label is a run's name or id."""
     fixed = {CODE, *OF_THE_SCORE}.union(*(fixed_settings(run.config) for run in runs)) - {"seed"}
     differing = {key: row for key, row in differing_settings(runs).items() if any(covers(name, key) for name in fixed)}
     members: dict[str, list[int]] = {}
@@ -84,7 +84,7 @@ def label_runs(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Return the spread of one value per seed."""
+    """Return the spread of `values`, which has one value per seed."""
     found = np.asarray(values, dtype=float)
     count, mean = len(found), float(found.mean())
     deviation = float(found.std(ddof=1)) if count > 1 else 0.0
@@ -93,7 +93,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
-    """Return the held-out metrics of the last validation, with the mean over runs for each seed."""
+    """Return one value per seed for each held-out metric of the last validation. Runs of one seed are averaged."""
     found: dict[str, dict[int, list[float]]] = {}
     for run in group:
         for statistic in run.core_statistics:
@@ -108,7 +108,7 @@ def _reward_of(group: Sequence[RunRecord]) -> Spread | None:
 
 
 def title_of(groups: Groups) -> str:
-    """Return the title of the comparison, which is one line."""
+    """Return the title of the comparison, in one line."""
     names = list(dict.fromkeys(run.config.name for group in groups.values() for run in group))
     if len(groups) == 1:
         (group,) = groups.values()

@@ -1,4 +1,4 @@
-"""The content of a report, independent of HTML and JSON, and the format of values."""
+"""The content of a report, independent of HTML and JSON, and functions that format values."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ Row = tuple[Value, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. Values of the kind `difference` are intervals, which are marked as good or bad."""
+    """A column of a table. A value of the kind `difference` is an interval and is marked as good or bad."""
 
     title: str
     kind: Kind = "text"
@@ -67,7 +67,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """Pictures in a row, with the titles of charts that were not drawn."""
+    """Pictures in a row, and the titles of the charts that were not drawn."""
 
     pictures: tuple[Picture, ...]
     absent: tuple[str, ...] = ()  # without data
@@ -107,7 +107,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A conclusion, with its rule and the numbers that support it."""
+    """A conclusion about a run, the rule that led to the conclusion, and the numbers that support it."""
 
     topic: str
     verdict: str
@@ -119,7 +119,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of one run or the comparison of several runs, according to `genre`."""
+    """The report of one run, or the comparison of several runs. `genre` distinguishes the two."""
 
     genre: str
     title: str

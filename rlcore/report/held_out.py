@@ -1,4 +1,4 @@
-"""The section on held-out problems, for one run before and after training or for several runs after training."""
+"""The section on held-out problems. It compares one run before and after training, or several runs after training."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Pages rendered from templates, the head of a report as Markdown, and sample responses as a table."""
+"""Pages rendered from templates, the Markdown summary of a report, and a table of sample responses."""
 
 import base64
 import hashlib
@@ -30,7 +30,7 @@ def page(template: str, **values: Any) -> str:
 
 
 def responses_page() -> str:
-    """Return the page that shows a server's recorded responses. The content security policy permits only its script."""
+    """Return the page that shows recorded responses. The content security policy allows only the page's own script."""
     script = _TEMPLATES.get_template("answers.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return page("answers.html.j2", script=Markup(script), digest=digest)
@@ -82,7 +82,7 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters["prose"] = prose
 _TEMPLATES.filters["kind"] = lambda block: type(block).__name__
 SAMPLES_OF_A_KIND = 3
-"""The number of problems for each kind: newly solved, lost, still unsolved, solved both times."""
+"""The largest number of problems that a sample table shows for each kind of change."""
 _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
     (False, True): ("newly solved", "good"),
     (True, False): ("lost", "bad"),
@@ -92,7 +92,7 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
 
 
 def sample_table(record: RunRecord) -> Table:
-    """Return a table of scored responses before and after training, grouped by change, such as newly solved."""
+    """Return a table of responses before and after training, grouped by kind of change, such as `newly solved`."""
     rows: dict[str, list[Row]] = {kind: [] for kind, _ in _KINDS.values()}
     later = {problem.prompt_id: problem for problem in record.after.problems} if record.after is not None else {}
     before = record.before.problems if record.before is not None else ()

@@ -1,4 +1,4 @@
-"""Charts and summary tables of metrics. A chart of several runs has only the first line of its panel."""
+"""Charts and summary tables of metrics. A chart of several runs shows only the first line of its panel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,9 +50,9 @@ STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The description of a chart over steps. `held_out`: the number of held-out statistics in it. `band`: the metrics
-    at the edges of a shaded band, and its label. `limit`: the label and the height of a dashed line. `draw`: a function
-    that draws the chart instead of the other fields. `flat`: the reason why the chart may be 0 at every step."""
+    """The description of a chart over steps. `held_out`: the number of held-out statistics in the chart. `band`: the
+    lower and the upper metric of a shaded band, and the band's label. `limit`: the label and the height of a dashed
+    line. `draw`: a function that draws the whole chart. `flat`: an explanation that is shown if all values are 0."""
 
     name: str
     title: str
@@ -69,7 +69,7 @@ class Panel:
     flat: str = ""
 
     def draw_run(self, record: RunRecord, figure: "Figure") -> None:
-        """Draw the curves of one run into an empty figure, without curves that are 0 at every step."""
+        """Draw the curves of one run into an empty figure. A curve that is 0 at every step is omitted."""
         if self.draw is not None:
             self.draw(record, self, figure)
             return
@@ -240,8 +240,8 @@ def num_seeds(runs: Sequence[RunRecord]) -> int:
 
 
 class Measure(NamedTuple):
-    """A row of a table. `note`: a text instead of the metric's definition. `of_run`: a function instead of
-    `summarize`."""
+    """A row of a table. `note` replaces the metric's definition. `of_run` replaces `summarize`, and computes the value
+    from the whole run."""
 
     label: str
     metric: str

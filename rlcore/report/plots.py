@@ -1,4 +1,4 @@
-"""Colours, series over steps, and charts. Only drawing imports matplotlib.
+"""Colours, series over steps, and charts. matplotlib is imported only when a chart is drawn.
 
 A chart is drawn once, in light colours. In a page each colour becomes a CSS variable, which the dark mode changes."""
 
@@ -43,7 +43,7 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "lime": ("#6b8a12", "#b4d455"),
     "grey": ("#8b95a5", "#7d8898"),
 }
-"""The colours by role, for a light and a dark page. In a page, a light colour identifies its role."""
+"""The variants of each colour for light and dark pages. All light variants must be different."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
 MAX_POINTS = 400  # of a line
@@ -105,17 +105,17 @@ def _num_steps(series: Series, share: float) -> int:
 
 
 def first_tenth(series: Series) -> float:
-    """Return the mean over the first tenth of the run, which is at least one step."""
+    """Return the mean over the first tenth of the run (at least one step)."""
     return float(series.iloc[: _num_steps(series, 0.1)].mean())
 
 
 def last_tenth(series: Series) -> float:
-    """Return the mean over the last tenth of the run, which is at least one step."""
+    """Return the mean over the last tenth of the run (at least one step)."""
     return float(series.iloc[-_num_steps(series, 0.1) :].mean())
 
 
 def last_third(series: Series) -> Series:
-    """Return the last third of the run, which is at least one step."""
+    """Return the last third of the run (at least one step)."""
     return series.iloc[-_num_steps(series, 1 / 3) :]
 
 
@@ -139,9 +139,8 @@ def thin(series: Series, most: int) -> Series:
 
 
 def trend_of(series: Series) -> Interval | None:
-    """Return the change of a least-squares line over the last third of the run, or None if there are too few steps. The
-    95% interval is Student's t for independent noise. The noise is nearly independent, since steps have different
-    prompts."""
+    """Fit a least-squares line to the last third of the run. Return the change along the line, or None for fewer than
+    `MIN_STEPS` steps. The 95% Student-t interval assumes that the noise of different steps is independent."""
     part = last_third(series)
     if len(part) < MIN_STEPS:
         return None
@@ -159,7 +158,7 @@ def series_over(series: Series, totals: Series | None) -> Series:
 
 
 def band_of(curves: Sequence[Series]) -> pd.DataFrame:
-    """Return `mean`, `min` and `max` over several curves, which are interpolated on their common range."""
+    """Return the `mean`, `min` and `max` of several curves, interpolated at common points of the shared range."""
     low, high = max(curve.index[0] for curve in curves), min(curve.index[-1] for curve in curves)
     grid = np.linspace(low, max(low, high), GRID_POINTS)
     values = np.array([np.interp(grid, curve.index, curve) for curve in curves])
@@ -168,7 +167,7 @@ def band_of(curves: Sequence[Series]) -> pd.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart to be drawn. `flat`: the reason why it may be 0 at every step."""
+    """A chart to be drawn. `flat`: an explanation that is shown if all values are 0."""
 
     name: str
     title: str
@@ -179,7 +178,7 @@ class Chart:
 
 
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
-    """Draw charts into `folder`. For a chart without data or with only zeros, the gallery has only the title."""
+    """Draw charts into `folder`. If a chart has no data or only zeros, the gallery has only the chart's title."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -213,7 +212,7 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
 
 def _inline_svg(svg: str, name: str, title: str) -> Markup:
-    """Convert matplotlib's SVG for a page: without prolog and links, with unique ids, and with the page's style."""
+    """Convert matplotlib's SVG for use in a page: remove prolog and links, and set unique ids and the page's style."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", body)
@@ -250,7 +249,7 @@ def plot_intervals(
 
 
 def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) -> None:
-    """Plot the curves of a group of runs: a single curve, or the mean with a band over the range."""
+    """Plot a group of runs: a single curve, or the mean of all curves in a band from the lowest to the highest."""
     if len(curves) == 1:
         marker = "o" if len(curves[0]) <= FEW_POINTS else ""
         axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
@@ -264,7 +263,7 @@ def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) 
 
 
 def format_axes(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = True) -> None:
-    """Set the labels of both axes, whole steps on the x axis, and short numbers."""
+    """Label both axes and format their numbers. `steps`: True if the x axis may only have whole numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel(x)

@@ -64,7 +64,7 @@ class RunRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the journal has reached the last step of the settings."""
+        """Return whether the run has reached its last step (`trainer.total_steps`)."""
         return self.last_step >= max(1, self.config.trainer.total_steps)
 
     @cached_property
@@ -128,14 +128,14 @@ class RunRecord:
 
     @cached_property
     def num_samples(self) -> int:
-        """Return k, the number of samples per problem in the newest metric mean_at_k, or 0 if there are no samples."""
+        """Return the number of samples per problem in the newest validation, or 0 if it has no samples."""
         if self.validations:
             return max(self.validations.values(), key=lambda result: result.step).num_samples
         return next((int(match["k"]) for match in self._core_names), 0)
 
     @cached_property
     def _core_names(self) -> list[re.Match[str]]:
-        """Return the names of held-out reward metrics in the journal, newest steps first."""
+        """Return the parsed names of held-out reward metrics in the journal. Names from the newest steps come first."""
         is_of_suite = self.config.validation.is_of_suite
         names = dict.fromkeys(name for record in reversed(self.steps) for name in record.metrics)
         return [found for name in names if not is_of_suite(name) and (found := _CORE.fullmatch(name))]
@@ -147,7 +147,7 @@ class RunRecord:
 
     @cached_property
     def after(self) -> ValidationResult | None:
-        """Return the newest validation after training. If several have the same step, `after` is preferred."""
+        """Return the newest validation after training. If two have the same step, the one named `after` is returned."""
         named = self.validations.get("after")
         later = [result for result in self.validations.values() if result.step > 0 and result is not self.before]
         newest = max(later, key=lambda result: result.step, default=named)
@@ -243,7 +243,7 @@ def _read_journal(file: Path, missing: list[str]) -> JournalContents:
 
 
 def _journal_gaps(file: Path, journal: JournalContents, checkpoints: Sequence[CheckpointInfo]) -> Iterable[str]:
-    """Yield a sentence for missing steps, and one for each difference between the journal and the newest checkpoint."""
+    """Yield a sentence about missing steps, and a sentence about each mismatch of the journal and a checkpoint."""
     refused = {
         str(event.data.get("path")): datetime.fromtimestamp(event.time, UTC).isoformat("T", "microseconds")
         for event in journal.events
@@ -285,7 +285,7 @@ def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult
 
 
 def _missing_parts(record: RunRecord) -> Iterable[str]:
-    """Yield a sentence for each thing that a complete run would have and this run lacks."""
+    """Yield a sentence for each part of a complete run that this run lacks."""
     total = record.config.total_steps
     if not record.validations and record.data_source is None:
         yield "No validation on held-out problems yet, so the performance on new problems is unknown."

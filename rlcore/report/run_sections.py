@@ -53,7 +53,7 @@ def settings_table(config: RunConfig) -> Table:
 
 @cache
 def describe_setting(key: str) -> str:
-    """Return the first clause of a setting's documentation. `tags.owner` has the documentation of the mapping `tags`.
+    """Return the first clause of a setting's documentation. A key such as `tags.owner` has the documentation of `tags`.
 
     >>> describe_setting("runtime.device"), describe_setting("tags.owner") == describe_setting("tags")
     ('The device of the workers.', True)

@@ -1,4 +1,4 @@
-"""An audit of a scorer with worthless responses, without torch."""
+"""An audit of a scorer with worthless responses. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _MAX_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A problem with some of its stored responses, sorted from the best to the worst."""
+    """A problem with some of its stored responses, sorted by score from the highest to the lowest."""
 
     prompt: str
     ground_truth_json: str

@@ -1,4 +1,4 @@
-"""Search of a run's stored responses, without torch. Texts and tokens are read from the files on demand."""
+"""Search of a run's stored responses. Texts and tokens are read on demand. This module does not import torch."""
 
 import json
 import math
@@ -37,8 +37,8 @@ Range = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The selection and order of responses. Responses with equal values are sorted by step: ascending, or descending if
-    only the first response to each prompt is selected."""
+    """The selection and order of responses. `each`: `prompt` keeps only the first response to each prompt. Ties in the
+    sort column are broken by step: the earlier step comes first, but with `each="prompt"` the later step."""
 
     step: Range = (None, None)
     score: Range = (None, None)
@@ -91,7 +91,7 @@ to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The responses that match a search, sorted. `light`: the columns `LIGHT` and the location of each row."""
+    """The sorted responses that match a search. `light`: the columns in `LIGHT` and the location of each response."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -101,7 +101,7 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return the `columns` and the `key` of these responses. Raises DataError if a file is unreadable."""
+        """Return the columns of the responses at positions `numbers`. Raises DataError if a file is unreadable."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         found: list[dict[str, Any]] = chosen.select(
@@ -177,8 +177,8 @@ def _missing_response(key: str) -> DataError:
 
 
 def responses_to_same_prompt(folder: Path, key: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the responses to the same prompt in the same step or validation as the response `key`. Also return the
-    prompt's mean score in each step and validation. Raises DataError if a response or file cannot be read."""
+    """Return all responses of one step or validation to the prompt of the response `key`. Also return the prompt's mean
+    score in each step and validation. Raises DataError if a response or file cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
@@ -203,7 +203,7 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the columns `LIGHT` and the location of each row. `parts`: each file's path, change time (ns), size."""
+    """Return the columns in `LIGHT` and the location of each response. `parts`: path, mtime (ns), size."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):

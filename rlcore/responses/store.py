@@ -1,7 +1,7 @@
-"""The responses of a run as parquet files (parts) in one folder, without torch.
+"""The responses of a run as parquet files (parts) in one folder. This module does not import torch.
 
 `train-000001-000020.parquet` contains training steps 1 to 20, `validation-step-000020.parquet` one validation. A
-training part is written before the checkpoint of its last step is published, and a resume deletes later parts."""
+training part is written before the checkpoint of its last step. A resume deletes the responses after its checkpoint."""
 
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +34,8 @@ LIGHT = pa.schema(
     ]
 )
 """The columns for selection and sorting. `validation`: null for training. `score`: may be null. `advantage` and
-`logprob`: means over tokens. `gap`: the largest absolute difference from the trainer's log-probabilities, or null."""
+`logprob`: means over tokens. `gap`: the largest absolute difference of a token's log-probability between engine and
+trainer, or null."""
 TEXTS = pa.schema(
     [
         ("prompt", pa.string()),
@@ -45,7 +46,7 @@ TEXTS = pa.schema(
         ("failure", pa.string()),
     ]
 )
-"""The columns for reading. `said`: the answer that the scorer extracted. `failure`: the reason for a missing score."""
+"""The text columns and score parts. `said`: the answer that the scorer extracted. `failure`: why there is no score."""
 TOKENS = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),
@@ -57,8 +58,8 @@ TOKENS = pa.schema(
     ]
 )
 """The columns with one entry per token. `is_sampled`: null if the model wrote all tokens. `policy_logprobs`: the
-trainer's values before the update, or null. `ref_logprobs`: may be null. `advantages`: null if all equal `advantage`.
-"""
+trainer's log-probabilities before the update, or null. `ref_logprobs`: may be null. `advantages`: null if all tokens
+have the value `advantage`."""
 SCHEMA = pa.schema([*LIGHT, *TEXTS, *TOKENS])
 PART_BYTES = 32 * 2**20  # larger tables are written even before a chunk ends
 ROWS_PER_GROUP = 256  # few, so that one response is read without many others
@@ -103,21 +104,21 @@ class ResponseWriter:
         return bool(every) and step % every == 0
 
     def add(self, table: pa.Table) -> None:
-        """Collect the responses of the next training step. Start to write them if they are large."""
+        """Collect the responses of the next training step. At 32 MiB, start to write the collected responses."""
         self._tables.append(table)
         if sum(each.nbytes for each in self._tables) >= PART_BYTES:
             self.start_part()
 
     def start_part(self) -> None:
-        """Wait for the previous file (`wait`), then start to write the collected responses."""
+        """Wait until the previous file is written, then start to write the collected responses."""
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. The next call tries
-        again."""
+        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. After an error, the next
+        call writes the file again."""
         if self._part is None:
             return
         written, self._written = self._written, None
@@ -128,7 +129,7 @@ class ResponseWriter:
         self._part = None
 
     def write_validation(self, name: str, table: pa.Table) -> None:
-        """Write the responses of a validation if the run stores responses. Raises the errors of `write_part`."""
+        """Write the responses of a validation if the run stores responses. Raises DiskSpaceError or UnwritableError."""
         if self._settings.every_steps:
             write_part(self._folder / f"validation-{name}.parquet", table)
 

@@ -26,8 +26,8 @@ def response_table(
     batch: TrainBatch | None = None,
     policy_logprobs: Float[Tensor, "T"] | None = None,
 ) -> pa.Table:
-    """Return a table with a row for each response of a training step or validation. `policy_logprobs`: the trainer's
-    log-probabilities before the update in the layout of `batch`, or None."""
+    """Return a table with a row for each response of a training step or validation. `policy_logprobs`: None, or the
+    trainer's log-probabilities before the update, one for each token of `batch`."""
     tokens, count = _Tokens(rollouts), len(rollouts)
     prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
     prompt_texts = dict(zip(prompts, decode([prompt.token_ids for prompt in prompts]), strict=True))
@@ -82,7 +82,7 @@ def _training_columns(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Ten
 
 
 _EQUAL = 1e-6
-"""The largest difference between two advantages of a response that count as equal."""
+"""The tolerance below which the advantages of a response's tokens count as equal."""
 
 
 class _Tokens:
