@@ -292,7 +292,7 @@ class EffectiveWhen:
         return self.why or ", ".join(f"{name}={format_value(value)}" for name, value in by.items())
 
     def fix(self, config: Run, name: str) -> str:
-        """Return a remedy for a setting without an effect: a change of `name`, the first setting in `by`."""
+        """Return the remedy for a setting without an effect: change `name`, which is the first setting in `by`."""
         outer, _, last = name.rpartition(".")
         kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
         choices = get_args(kind) if get_origin(kind) is Literal else (True,) if kind is bool else ()

@@ -28,7 +28,8 @@ RUN_LOCK = "run.lock"
 
 
 class FileLock:
-    """One lock by `flock` on one file. A release keeps the file: a deleted file and a new file could both be locked.
+    """One lock by `flock` on one file. A release does not delete the file. Otherwise, one process could hold a lock on
+    the deleted file while another process locks a new file at the same path.
 
     A forked child closes its copy of the descriptor immediately. A child started by exec gets no copy."""
 

@@ -137,7 +137,7 @@ def head_bytes(
 ) -> int:
     """Return the bytes of the output head, which computes one chunk of float32 logits at a time. `gradient`: `none`
     counts logits and hidden states. `hidden` adds the gradients of both. `all` also adds two float32 matrices: the
-    gradient of the head's weight so far and the current product."""
+    accumulated gradient of the head's weight, and the current chunk's part of this gradient."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     hidden = tokens * shape.hidden * itemsize
