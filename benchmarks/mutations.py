@@ -58,7 +58,8 @@ OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass
 class Mutation:
-    """The replacement of the source text from `start` to `end` by `new`. Both positions are (line from 1, column).
+    """A change of the source: `new` replaces the text from `start` to `end`. Each position is a line, counted from 1, and
+    a column.
 
     `tried` is the number of tests that execute `statement`, or 0 if the folder's tests ran. `noticed_by` is a test or
     "limit". `equivalent` is a reader's reason why the mutation changes no behavior."""

@@ -55,7 +55,7 @@ def filtered_directory(
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Return the folder of the filtered rows of the dataset with the fingerprint `dataset`, below `paths.root`."""
+    """Return the folder for the filtered rows of a dataset. `dataset` is the dataset's fingerprint."""
     payload = {
         "version": VERSION,
         "dataset": dataset,

@@ -131,7 +131,7 @@ def tested_versions(constraints: Path) -> dict[str, str]:
 def check_package(
     wanted: Requirement, installed: Mapping[str, str], tested: Mapping[str, str], install: str
 ) -> CheckResult:
-    """Check whether the installed version of a package is in the required range and is the tested version."""
+    """Check the installed version of a package against the required range and the tested version."""
     version = installed.get(wanted.name)
     if version is None:
         return CheckResult(

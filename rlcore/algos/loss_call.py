@@ -25,7 +25,9 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function of `name`, a key of `known` or a `module:function`. Raises ConfigError if there is none."""
+    """Return the function that `name` refers to. `name` is a key of `known` or has the form `module:function`.
+
+    Raises ConfigError if there is no such function."""
     module_name, colon, attribute = known.get(name, name).partition(":")
     rule = f"{key}: must name a function as module:function, got {name!r}"
     remedy = f"Use one of {', '.join(sorted(known))}, or a custom `module:function`"

@@ -169,7 +169,7 @@ def find_devices(python: str | None = None) -> Devices:
 
 
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Return the output of a command. Raises OSError if it fails (with the last line of the errors) or times out."""
+    """Return the output of a command. Raises OSError if the command fails or times out."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, env=environment)
     except subprocess.TimeoutExpired:
