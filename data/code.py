@@ -1,8 +1,9 @@
 """Programming problems with tests, read from jsonl files. The program of a response runs in the sandbox.
 
-Each line of `train.jsonl` and `test.jsonl` has a `question`, `tests`, and optionally a `solution`. A test is the input
-and output of the program, `{"stdin": "3 4", "stdout": "7"}`, or Python code that runs after the program in the same
-process. Problems of HumanEval's form have `prompt`, `test` and `entry_point` instead.
+Each line of `train.jsonl` and `test.jsonl` has a `question`, `tests`, and optionally a `solution`. A test has one of
+two forms. An object such as `{"stdin": "3 4", "stdout": "7"}` gives the input and the expected output of the program. A
+text is Python code that runs after the program in the same process. Problems in the form of HumanEval have `prompt`,
+`test` and `entry_point` instead.
 """
 
 import json

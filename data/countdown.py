@@ -93,7 +93,9 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """Return a response that gives `equation`, after the equation's value or a search if the template shows work."""
+    """Return a response that gives `equation`. If the template shows work, the response first gives the equation's
+    value or a search.
+    """
     last = evaluate(equation)
     assert last is not None
     if settings.search_tries is None:
@@ -121,7 +123,10 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def tagged_answer(response: str, *, first: bool = False) -> str | None:
-    """Return the text inside the last complete `<answer>` pair (with `first`, the first), or None, in linear time."""
+    """Return the text inside the last complete `<answer>` pair, or None if there is no such pair. The time is linear.
+
+    With `first`, return the text inside the first complete pair instead.
+    """
     close = response.find(_CLOSE, max(response.find(_OPEN), 0)) if first else response.rfind(_CLOSE)
     start = response.rfind(_OPEN, 0, max(close, 0))
     if start < 0:

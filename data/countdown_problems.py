@@ -50,7 +50,10 @@ class Problem:
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations over all numbers that miss the target, the nearest to the target last."""
+        """Return at most `most` equations that use all numbers but miss the target.
+
+        The last equation is the one whose value is nearest to the target.
+        """
         rng = random.Random(f"{seed} {self.numbers} {self.target}")
         wanted = rng.randint(0, most)
         found: dict[int, str] = {}
@@ -220,10 +223,12 @@ def _random_equations(
 def equations_for(
     numbers: NDArray[np.int64], targets: NDArray[np.int64], operations: tuple[str, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
-    """Search for an equation for each of the `targets` [M, T] of each row of `numbers` [M, n].
+    """Search for equations that use the n numbers in each row of `numbers` [M, n] and reach the T targets in the same
+    row of `targets` [M, T].
 
     All equations are tried (3,888 for 4 numbers). Return the steps [M, T, n-1, 3] of the first equation for each target
-    (see `_random_equations`), and a mask [M, T] of the solved targets."""
+    (see `_random_equations`), and a mask [M, T] of the solved targets.
+    """
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
     farthest = np.abs(targets).max()

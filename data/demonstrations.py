@@ -4,11 +4,14 @@
     {"prompt": [messages], "completion": [messages]}                                                TRL
     {"prompt": "plain text", "completion": "plain text"}
 
-The targets are the turns of the assistant, or of the `completion`, with their end tokens. If the `prompt` ends with a
-message of the assistant, only its continuation is a target. Each split of the result has the columns `token_ids` (the
-whole conversation) and `answer_lengths` (the lengths of alternating runs of context and target tokens). With
-`warm_start.loss=dpo`, each row is a preference pair, and `rejected_ids` and `rejected_lengths` describe the rejected
-conversation. The columns of a pair are TRL's:
+The targets, which are the tokens to learn, are the assistant's turns with their end tokens. If a row has a
+`completion`, only turns of the `completion` are targets. If the `prompt` ends with a message of the assistant, only the
+continuation of this message is a target. Each split of the result has the columns `token_ids` and `answer_lengths`.
+`token_ids` is the whole conversation. `answer_lengths` gives the lengths of the runs of tokens, which alternate between
+context and targets.
+
+With `warm_start.loss=dpo`, each row is a preference pair. The columns `rejected_ids` and `rejected_lengths` then
+describe the rejected conversation. The file has the columns that TRL uses for pairs:
 
     {"prompt": "plain text", "chosen": "plain text", "rejected": "plain text"}
     {"prompt": [messages], "chosen": [messages], "rejected": [messages]}

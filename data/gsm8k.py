@@ -82,7 +82,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def score_numeric(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the rule `numeric`, with the parts of `score`."""
+    """Score a response by the rule `numeric`. The parts of the score are those of the function `score`."""
     return _score(response, ground_truth, "numeric")
 
 

@@ -24,7 +24,8 @@ _END_OF_WORD = re.compile("[.,?!'\"]")
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score by the share of followed instructions. The part `correct` is 1 if all instructions are followed."""
+    """Score a response by the share of instructions that it follows. The part `correct` is 1 if it follows all of
+    them."""
     names, settings = (json.loads(str(ground_truth[name])) for name in ("instruction_id_list", "kwargs"))
     followed = [_follows(response, *pair) for pair in zip(names, settings, strict=True)]
     parts = {"correct": all(followed), "num_followed": sum(followed), "num_instructions": len(followed)}

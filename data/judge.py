@@ -70,7 +70,10 @@ def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
 
 
 def read_verdict(text: str, highest: float) -> float:
-    """Read the only score `{"score": 3}` or `<score>3</score>` at the end of a text, divided by `highest`."""
+    """Return the score at the end of a judge's text, divided by `highest`. Raises JudgeError if the score is invalid.
+
+    The score has the form `{"score": 3}` or `<score>3</score>`. The text must contain only one score.
+    """
     found = list(_VERDICT.finditer(text))
     if len(found) != 1 or text[found[0].end() :].strip("` \n\t"):
         raise JudgeError(f"the judge's text must end with its one score; it has {len(found)} in {len(text)} characters")

@@ -85,7 +85,10 @@ def read_reference(answer: str) -> Reading:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last box and of boxes joined to it by `,`, `and` or `or`. None: no closed box."""
+    """Return the contents of the last closed box and of boxes joined to it by `,`, `and` or `or`.
+
+    Return None if the text has no closed box, or if a later box is not closed.
+    """
     opened: list[tuple[int, int] | None] = []
     closed: list[tuple[int, int, str]] = []  # outermost boxes: start, end, content
     for found in _BRACE.finditer(text):

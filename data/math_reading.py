@@ -80,7 +80,9 @@ _UNREAD = (
 
 
 class Reading(NamedTuple):
-    """A parsed statement. One of `number`, `words`, `based` and `entries` is set. An expression has none of them."""
+    """A parsed statement. At most one of `number`, `words`, `based` and `entries` is set. If none is set, the statement
+    is an expression.
+    """
 
     plain: str  # without typesetting, and without a unit after a constant
     # sides of a chain of equations before the last number: `x` and `9 + 9` in `x = 9 + 9 = 18`
@@ -146,7 +148,7 @@ def without_introduction(text: str) -> str:
 
 
 def number_in_words(plain: str) -> Number | None:
-    """Read a response to a numeric reference as a number. A letter after the number is a unit (`18 m`)."""
+    """Read a response as a number, for a reference that is a number. A letter after the number is a unit (`18 m`)."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None

@@ -105,7 +105,10 @@ class OpenEnv:
         return Turn(self.reply(found["observation"]), found["done"], float(found["reward"] or 0), parts)
 
     def action(self, text: str) -> Mapping[str, Any] | None:
-        """Convert a text, or JSON if there are several fields, to an action. Return None if the JSON is no object."""
+        """Return the action that the model's text describes. If actions have several fields, the text must be JSON.
+
+        Return None if the JSON is not an object.
+        """
         fields = _fields[self.server]["action"]
         if len(fields) == 1:
             return {name: text for name in fields}

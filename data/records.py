@@ -85,7 +85,7 @@ class Record:
 
 
 def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...]] | None:
-    """Return the files of each split (one file or all its shards), or None if `source` is a hub id."""
+    """Return the files of each split: one file, or all shards of a file. Return None if `source` is a hub id."""
     folder = expand_path(source)
     if not source or not folder.is_dir():
         if _HUB_ID.fullmatch(source) and not folder.exists():
@@ -252,7 +252,10 @@ def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[R
 
 @cache
 def commit_of(source: str, revision: str) -> str:
-    """Return the commit of a branch or tag ('' means main), from the local cache if the hub is unreachable."""
+    """Return the commit of a branch or tag. '' means the branch `main`.
+
+    If the hub is unreachable, the commit is read from the local cache.
+    """
     if _COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import HfApi

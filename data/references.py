@@ -1,9 +1,10 @@
 """A check of each reference against its scorer before a run.
 
-Each row is scored on two responses that must be correct: its solution, and its reference in a form that the scorer
-reads, such as `#### 18`. A row with neither is scored on a wrong response, which must not cause an error. A solution
-that the scorer cannot read is accepted if no warm start trains on it. The result is stored next to the datasets, by
-dataset and scorer code."""
+Each row is scored on two responses that must be correct. The first is the row's solution. The second is the row's
+reference in a form that the scorer reads, such as `#### 18`. A row that has neither of them is scored on a wrong
+response, which must not cause an error. A solution that the scorer cannot read is accepted if no warm start trains on
+it. The result is stored next to the datasets. It is used again for the same dataset and the same code of the scorer.
+"""
 
 import json
 import os
@@ -61,7 +62,9 @@ FORMS: Mapping[str, Form | None] = {
     "data.countdown:score": None,
     PROGRAMS: None,
 }
-"""The text before and after a reference, by scorer. None: no reference is read. Other scorers use `USUAL_FORMS`."""
+"""The text before and after a reference, by scorer. With None, the references are not checked. Scorers that are not
+listed here use `USUAL_FORMS`.
+"""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
 
@@ -115,7 +118,10 @@ class ReferenceReport:
 
 
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS) -> str:
-    """Run `check_references` for each task of a run or a suite (`suite_settings`), and join the warnings."""
+    """Run `check_references` for each dataset of a run or of a suite. Return all warnings as one text.
+
+    The settings of a suite come from `suite_settings`.
+    """
     if config.data.environment:
         return ""
     sandbox.set_limits(config.sandbox)

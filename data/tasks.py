@@ -1,8 +1,9 @@
 """The dataset stage, and the tasks that read the user's rows. The stage publishes a dataset under a fingerprint.
 
-The folder of a mixture has no rows: its manifest names the folders of its parts, which are built and filtered
-separately. A task is a module `data.<task>`, or is defined in this module: parquet files in the row schema, columns of
-any dataset, or a function."""
+The folder of a mixture has no rows. Its manifest names the folders of the mixture's parts, which are built and filtered
+separately. A task is a module `data.<task>`, or one of three tasks in this module. These three read parquet files in
+the row schema, read columns of any dataset, or call the user's function.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,9 +49,10 @@ _GENERATED = ("countdown", "reasoning_gym", "verifiers", "custom")  # tasks whos
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The functions of a task: `build` returns its rows, and `inputs` the digests of its input files.
+    """The functions of a task. `build` returns the task's rows. `inputs` returns the digests of its input files.
 
-    `version` changes when the same settings and files give other rows."""
+    `version` is increased when the functions return different rows for the same settings and files.
+    """
 
     build: Callable[[Any, int], TaskRows]
     inputs: Callable[[Any], Mapping[str, str]]

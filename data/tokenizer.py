@@ -86,8 +86,9 @@ def load_tokenizer(directory: Path) -> Any:
 class PromptTokenizer:
     """A tokenizer that renders and tokenizes prompts and responses. It checks `PieceEncoder` on a sample.
 
-    Raises DataError if the tokenizer cannot be loaded, has no chat template for chat prompts, or if the template
-    ignores the `tools` (JSON schemas) or a variable of `chat_template_kwargs`."""
+    Raises DataError if the tokenizer cannot be loaded, or if it has no chat template for chat prompts. Also raises
+    DataError if the chat template ignores the `tools` (JSON schemas) or a variable in `chat_template_kwargs`.
+    """
 
     def __init__(
         self,
@@ -129,7 +130,9 @@ class PromptTokenizer:
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
-        """Return the text of each prompt. `where` returns an error message's prefix for the index of a prompt."""
+        """Return the text of each prompt. `where`: a function from the index of a prompt to the prefix of its error
+        message.
+        """
         if not self.chat:
             return [self.render(prompt) for prompt in prompts]
         found = []
@@ -141,7 +144,10 @@ class PromptTokenizer:
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """Render a chat prompt, up to the assistant's turn or to the end of a last message of the assistant."""
+        """Render a chat prompt. The text ends with the beginning of the assistant's turn.
+
+        If the last message is the assistant's, the text ends with this message instead.
+        """
         roles = [message["role"] for message in messages]
         if "user" not in roles:
             raise DataError(
@@ -170,8 +176,9 @@ class PromptTokenizer:
     ) -> tuple[list[bytes], dict[int, str]]:
         """Return the token ids of each response, with the end token. `texts`: the rendered prompts.
 
-        An empty response has no ids. The second result gives the reason for each other response without ids. Raises
-        DataError if a response has a word without a token."""
+        An empty response has no ids. The second result gives the reason for each response that has text but no ids.
+        Raises DataError if a response has a word without a token.
+        """
         found, unwritten, wholes = [b""] * len(responses), dict[int, str](), dict[int, str]()
         for place, response in enumerate(responses):
             if response.strip():
@@ -211,8 +218,9 @@ class PromptTokenizer:
     def response_ids(self, before: bytes, joint: bytes, written: str) -> bytes:
         """Return the ids of a response with its end token.
 
-        `before`: the ids of the prompt. `joint`: the ids of prompt and response. `written`: the rendered text after the
-        prompt. It is tokenized alone if a token of `joint` spans the end of the prompt."""
+        `before`: the ids of the prompt. `joint`: the ids of prompt and response, tokenized together. `written`: the
+        rendered text after the prompt. If a token of `joint` spans the end of the prompt, `written` is tokenized alone.
+        """
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
             return found + self._end

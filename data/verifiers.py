@@ -40,7 +40,7 @@ def inputs(settings: VerifiersData) -> dict[str, str]:
 
 
 def build(settings: VerifiersData, seed: int) -> TaskRows:
-    """Return the tasks in random order, the held-out ones first. An infinite taskset keeps its order."""
+    """Return the tasks in random order. The first tasks are held out. An infinite taskset keeps its order."""
     count, split = settings.validation_size, {**settings.taskset_options, **settings.validation_options}
     rows = _rows(settings, settings.taskset_options, seed)
     held_out = list(islice(_rows(settings, split, seed) if settings.validation_options else rows, count))

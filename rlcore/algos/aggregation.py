@@ -16,9 +16,11 @@ Ids = Int[Tensor, "T"]
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """The divisor of a loss, counted once over the whole mini-batch and all ranks. `num_tokens`, `num_sequences`: the
-    numbers of response tokens and of responses. `norm_tokens`: `rollout.max_response_tokens`, C in `aggregate`. Each is
-    at least 1, because a mini-batch without response tokens has no update."""
+    """The divisors for the aggregated loss of a mini-batch, counted over all its micro-batches and all ranks.
+    `num_tokens` is the number of response tokens. `num_sequences` is the number of responses. `norm_tokens` is
+    `rollout.max_response_tokens`. Each divisor is at least 1, because a mini-batch without response tokens has no
+    update.
+    """
 
     num_tokens: int
     num_sequences: int

@@ -121,9 +121,11 @@ def bind_advantage(
 def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
-    """Return `function`, or for a custom `module:function` a wrapper that checks each result. `problem_of_shape`
-    receives a result and the function's first argument. It returns an error message or '', without waiting for a
-    device. The wrapper raises UserCodeError if the function or the check fails."""
+    """Return a built-in `function` unchanged. Return a custom function (`name` is `module:function`) in a wrapper that
+    checks each result. `problem_of_shape` is called with a result and the function's first argument. It returns an
+    error message or '', without waiting for a device. The wrapper raises UserCodeError if the function or the check
+    fails.
+    """
     if ":" not in name:
         return function
 

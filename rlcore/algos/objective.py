@@ -149,9 +149,10 @@ def policy_objective(
             + teacher.coef agg(D) [teacher.top_k]
 
     `l`: the policy loss of the settings, or 0 where `off_policy_mask` is True. `w`: the importance weights. `H`: the
-    entropy, which needs a gradient only if its coefficient is not 0. `D`: `top_k_forward_kl` of `candidate_logprobs`,
-    the policy's log-probabilities of the teacher's likeliest tokens. If the batch has no `old_logprobs`,
-    `policy_logprobs` replace them, without gradient."""
+    entropy, which needs a gradient only if its coefficient is not 0. `D`: the result of `top_k_forward_kl`.
+    `candidate_logprobs`: the policy's log-probabilities of the teacher's likeliest tokens, for `D`. If the batch has no
+    `old_logprobs`, `policy_logprobs` replace them, without gradient.
+    """
     packed, mask = batch.packed, batch.packed.loss_mask
     sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
     old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -209,7 +210,9 @@ def policy_objective(
 def value_objective(
     values: Floats, batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
 ) -> tuple[Float[Tensor, ""], ValueStatistics]:
-    """Return a micro-batch's share of the critic loss, the token mean of `value_loss`, and its statistics."""
+    """Return a micro-batch's share of the critic loss, and the statistics of the micro-batch. The critic loss is the
+    mean of `value_loss` over response tokens.
+    """
     assert batch.old_values is not None, "the critic's update needs its values before it"
     assert batch.returns is not None, "the critic's update needs returns"
     mask, sequence_ids, num_sequences = batch.packed.loss_mask, batch.packed.sequence_ids(), batch.packed.num_sequences
@@ -241,8 +244,10 @@ def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Ten
 def supervised_objective(
     logprobs: Floats, is_top: Floats, mask: Mask, *, num_tokens: int
 ) -> tuple[Float[Tensor, ""], SupervisedStatistics]:
-    """Return a micro-batch's share of the loss, `-1 / num_tokens sum_t logprob_t` over unmasked tokens, and its
-    statistics. `num_tokens` counts the target tokens of the whole batch on all ranks."""
+    """Return a micro-batch's share of the loss, and the statistics of the micro-batch. The share is `-1 / num_tokens
+    sum_t logprob_t` over the tokens t where the mask is True. `num_tokens` is the number of target tokens in the whole
+    batch on all ranks.
+    """
     nll = -masked_sum(logprobs, mask)
     with torch.no_grad():
         counts = (mask.sum(dtype=torch.float64), nll.double(), masked(is_top, mask).sum(dtype=torch.float64))
@@ -252,13 +257,14 @@ def supervised_objective(
 def preference_objective(
     logprobs: Floats, batch: PackedBatch, *, beta: float, num_pairs: int
 ) -> tuple[Float[Tensor, ""], PreferenceStatistics]:
-    """Return a micro-batch's share of the DPO loss (Rafailov et al. 2023, arXiv:2305.18290) of `num_pairs` pairs on all
-    ranks, and its statistics.
+    """Return a micro-batch's share of the DPO loss (Rafailov et al. 2023, arXiv:2305.18290), and the statistics of the
+    micro-batch.
 
         -1 / num_pairs sum_n log sigmoid(r_n(chosen) - r_n(rejected)),   r = beta sum_t (logprob_t - reference_t)
 
-    `batch`: pairs of `pack_demonstrations`, with `reference_t` in `behavior_logprobs`. Pairs without targets do not
-    count."""
+    `batch`: pairs packed by `pack_demonstrations`, with `reference_t` in `behavior_logprobs`. `num_pairs`: the number
+    of pairs in the whole batch on all ranks. Pairs without targets do not count.
+    """
     mask, responses = batch.loss_mask, (batch.position_ids == 0).cumsum(0) - 1
 
     def by_pair(values: Floats) -> Float[Tensor, "N 2"]:
@@ -289,8 +295,10 @@ def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
         linear     lr (m + (1 - m) (1 - x))
         cosine     lr (m + (1 - m) (1 + cos(pi x)) / 2)       m = min_lr_ratio
 
-    W is the number of warm-up steps, `warmup_steps` or else `warmup_ratio` of `total_steps` S. `x = (step - W) / (S -
-    W)` is clamped to [0, 1]. Source of cosine: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts."""
+    W is the number of warm-up steps. It is `warmup_steps`, or `warmup_ratio` times S if `warmup_steps` is 0. S is
+    `total_steps`. `x = (step - W) / (S - W)` is clamped to [0, 1]. Source of cosine: Loshchilov and Hutter 2017,
+    arXiv:1608.03983, without restarts.
+    """
     # 0.29 of 100 steps is 28.999999999999996 as a product
     warmup = optim.warmup_steps or int(optim.warmup_ratio * total_steps + 1e-9)
     if step < warmup:

@@ -68,7 +68,9 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
-    """Return the smallest minus the largest sum of a part. A part that is missing in `parts` is empty (sum 0)."""
+    """Return the smallest sum of a part minus the largest sum. If `parts` has fewer than `num_parts` parts, the
+    smallest sum is 0.
+    """
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
 
 
@@ -139,7 +141,9 @@ class Sizes:
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return each sequence's cost: computed tokens, or with `shape` a sixth of `ModelShape.update_flops`."""
+        """Return the cost of each sequence. Without `shape`, the cost is the number of computed tokens. With `shape`,
+        it is a sixth of `ModelShape.update_flops`.
+        """
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -150,13 +154,17 @@ class Sizes:
 def micro_batches(
     batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
 ) -> list[list[int]]:
-    """Split a batch into micro-batches of nearly equal cost, counted in tokens if `shape` is None. Return the sequences
-    of each micro-batch. With `share_prompts`, responses to one prompt stay together if they fit."""
+    """Split a batch into `num_micro` micro-batches of nearly equal cost. Return the sequences of each micro-batch. If
+    `shape` is None, the cost of a sequence is its number of tokens. With `share_prompts`, responses to one prompt stay
+    together if they fit.
+    """
     return _cut(Sizes.from_batch(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
 def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
-    """Split into `num_micro` micro-batches. Return the sequences and the number of computed tokens of each one."""
+    """Split sequences into `num_micro` micro-batches. Return the sequences and the number of computed tokens of each
+    micro-batch.
+    """
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
         sizes = sizes.without_sharing()
@@ -169,7 +177,9 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighbours by prompt, up to a micro-batch's mean token count. Return the groups and their token counts."""
+    """Group neighbouring sequences that share a prompt. A group has at most the mean number of tokens of a micro-batch,
+    unless it is a single sequence. Return the groups, and the number of computed tokens of each group.
+    """
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -193,8 +203,10 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The sequences of each rank, by optimizer step (`mini_batches`) and in the same order for a pass over the whole
-    batch (`whole`). `num_shared`: the number of prompt tokens that are not computed again."""
+    """The sequences that each rank computes. `mini_batches`: the sequences for each optimizer step. `whole`: the
+    sequences for a pass over the whole batch, in the order of `mini_batches`. `num_shared`: the number of prompt tokens
+    that are not computed again.
+    """
 
     mini_batches: tuple[RankShares, ...]
     whole: RankShares

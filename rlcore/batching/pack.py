@@ -63,7 +63,9 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
 
 
 def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Float[Tensor, "T"]:
-    """Put each turn's reward where the turn's last token is predicted, and 0 elsewhere and for unscored responses."""
+    """Return a tensor with each turn's reward at the position that predicts the last token of the turn. All other
+    positions, and all positions of unscored responses, have the value 0.
+    """
     rewards = torch.zeros(packed.num_tokens)
     for rollout, start in zip(rollouts, packed.cu_seqlens.tolist(), strict=False):
         for place, reward in rollout.turn_rewards:
@@ -124,10 +126,11 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
-    """Return how many leading tokens each sequence shares with the nearest earlier sequence whose own number is 0.
+    """Return for each sequence the number of leading tokens that an earlier sequence of the batch already has.
 
-    Neighbours with the same prompt share the tokens before the first token with a loss. `sequences`: the sequences to
-    compare, or None for all. The batch must be on the host.
+    The earlier sequence is the nearest one with the result 0. Only neighbours with the same prompt share tokens. They
+    share all tokens before the first token with a loss. `sequences`: the sequences to compare, or None for all. The
+    batch must be on the host.
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]
@@ -165,7 +168,9 @@ def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tenso
 
 
 def _at(values: Tensor, places: Tensor | slice) -> Tensor:
-    """Return `values[places]`. For indices, `index_select` is three times faster than indexing."""
+    """Return the values at `places`. If `places` has indices, use `index_select`, because it is three times faster than
+    `values[places]`.
+    """
     return values[places] if isinstance(places, slice) else values.index_select(0, places)
 
 

@@ -224,7 +224,9 @@ class MixedStream(PromptStream[Prompt]):
         self._places = np.empty(0, dtype=np.int64)
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """Set one row weight per prompt, data source after data source."""
+        """Set the weight of each prompt. `weights` contains the prompts of the first data source, then those of the
+        next one.
+        """
         ends = np.cumsum([len(stream) for stream in self._streams])[:-1]
         for stream, mine in zip(self._streams, np.split(weights, ends), strict=True):
             stream.set_weights(mine)

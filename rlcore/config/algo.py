@@ -34,14 +34,18 @@ class EntropyControlConfig(Section):
     target: float | None = Field(default=None, gt=0)
     """The target entropy in nats per token. If null, the weight stays at `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
-    """The change of the weight per step: up if the entropy is below the target, otherwise down, but not below 0."""
+    """The change of the weight per step. The weight increases if the entropy is below the target. Otherwise it
+    decreases, but not below 0.
+    """
 
 
 class KlConfig(Section):
     """The KL divergence between the policy and a frozen reference policy."""
 
     where: Literal["off", "loss", "reward"] = "off"
-    """Place of the KL term. Off: no reference model is loaded."""
+    """The place of the KL term. `loss`: in the policy loss. `reward`: in the reward of each token. `off`: there is no
+    KL term, and no reference model is loaded.
+    """
     estimator: Annotated[
         Literal["auto", "k1", "k2", "k3", "low_var_kl"],
         EffectiveWhen(".where", unless="loss", of="k1", remedy="Set algo.kl.estimator=low_var_kl or k2",
@@ -57,7 +61,9 @@ class KlConfig(Section):
     target: Annotated[float, EffectiveWhen(".adaptive")] = Field(default=0.1, gt=0)
     """The KL divergence in nats per token that the adaptive controller aims at."""
     horizon: Annotated[int, EffectiveWhen(".adaptive")] = Field(default=10_000, ge=1)
-    """The number of sequences over which the controller corrects the coefficient. A larger number makes it slower."""
+    """The number of sequences over which the controller corrects the coefficient. A larger number makes the controller
+    slower.
+    """
     offload: Annotated[
         bool,
         MayChange,
@@ -87,7 +93,9 @@ class ImportanceConfig(Section):
     level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
     """The unit of the ratio: a token, or a response, whose ratio is the product of the ratios of its tokens."""
     cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
-    """The upper bound of the ratio `exp(old - behavior)` of the trainer's probability to the sampler's probability."""
+    """The upper bound of the ratio `exp(old - behavior)`, which is the trainer's probability divided by the sampler's
+    probability.
+    """
 
 
 class RejectionConfig(Section):
@@ -99,7 +107,9 @@ class RejectionConfig(Section):
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """The largest accepted difference: with k1 a ratio of probabilities (above 1), with k2 or k3 a number of nats."""
+    """The largest accepted difference. With k1, it is a ratio of probabilities (above 1). With k2 or k3, it is a number
+    of nats.
+    """
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -118,7 +128,7 @@ class TeacherConfig(Section):
     """The number of the teacher's likeliest tokens over which KL(teacher || policy) is computed and added to the loss.
     If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead."""
     coef: float = Field(default=1.0, gt=0)
-    """The weight of the teacher's advantage (`top_k` of 0) or of the divergence."""
+    """The weight of the teacher's advantage if `top_k` is 0, otherwise the weight of the divergence."""
     with_reward: bool = False
     """Learn from rewards in addition to the teacher. If false, rewards do not affect the update."""
     base: Literal["native", "nf4"] = "native"
@@ -157,7 +167,9 @@ class DynamicSamplingConfig(Section):
     enabled: bool = False
     """Replace each group whose responses all have the same score."""
     max_refills: Annotated[int, EffectiveWhen(".enabled")] = Field(default=2, ge=0)
-    """The largest number of further sampling rounds in a step. The step then continues with the groups that it has."""
+    """The largest number of further sampling rounds in a step. After the last round, the step continues with the groups
+    that it has.
+    """
     checks = (
         rule(".enabled", "rollout.samples_per_prompt", "needs rollout.samples_per_prompt of 2 or more",
              lambda own, run: not own.enabled or run.rollout.samples_per_prompt >= 2,
@@ -246,7 +258,9 @@ class AlgoConfig(Section):
     """The largest fall of a response's mean log-probability since it was sampled, in nats per token. A response with a
     larger fall and a negative advantage has no policy loss. Null: no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """The share of a mini-batch's response tokens with a policy loss: the tokens with the highest entropy."""
+    """The share of a mini-batch's response tokens that have a policy loss. The tokens with the highest entropy are
+    chosen.
+    """
     clip_cov: ClipCovConfig = ClipCovConfig()
     mask_truncated: bool = False
     """Exclude responses that reach the length limit from the update, but not from the advantages of their group."""

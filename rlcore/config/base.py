@@ -38,7 +38,9 @@ GROUPS = {
 }
 """The groups of settings, each with the option that is chosen by default."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups with different keys in each option. A change of the option drops the keys of the experiment's file."""
+"""The groups whose options have different keys. If another option is chosen, an experiment's keys of the group are
+dropped.
+"""
 
 
 def conf_dirs() -> list[Path]:
@@ -63,7 +65,7 @@ def member_file(group: str, name: str) -> Path:
 
 
 def expand_path(path: str) -> Path:
-    """Return a path with `~` expanded. Unlike Path.expanduser, keep `~name` if there is no such user."""
+    """Return a path with `~` expanded. If `~name` names no user, return it unchanged, unlike Path.expanduser."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -174,10 +176,11 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A limit computed from the settings in `others`: their product if `words` is `divide`, otherwise their sum.
+    """A limit computed from the settings in `others`. If `words` is `divide`, it is their product, otherwise their sum.
 
-    The limit is not checked if one of these settings is null or the setting in `only_with` is off. `remedy` may contain
-    `{bound}` and `{divisors}`."""
+    The limit is not checked if a setting in `others` is null or the setting in `only_with` is off. `remedy` may contain
+    `{bound}` and `{divisors}`.
+    """
 
     words: Literal["divide", "be at most", "be at least", "be under"]
     others: str

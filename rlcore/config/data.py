@@ -167,8 +167,9 @@ class ParquetData(Conversation):
     validation_file: str = ""
     """The path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """The form of the prompt: `chat` (template), `text` (the only message), or `auto` (the file's metadata, else
-    `chat`)."""
+    """The form of the prompt. `chat` applies the chat template. `text` uses the only message as plain text. `auto`
+    takes the form from the file's metadata, or `chat` if the metadata has none.
+    """
     scorer: str = BY_ROW
     """A `module:function` that scores a response. By default, the row's `data_source` selects it (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))

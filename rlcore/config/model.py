@@ -246,8 +246,9 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = LINEAR_LAYERS
     """The names of the linear layers that get an adapter. The default is all linear layers of a decoder layer."""
     base: Literal["native", "nf4"] = "native"
-    """The storage of the base: the compute type (`model.dtype`), or 4 bits for each weight of the linear layers
-    except the head (QLoRA; 4.5 bits with scales). 4 bits need the package bitsandbytes."""
+    """The storage of the base. `native` keeps the compute type (`model.dtype`). `nf4` stores each weight of the linear
+    layers except the head in 4 bits (QLoRA), or 4.5 bits including the scales. It needs the package bitsandbytes.
+    """
     offload: Annotated[bool, MayChange] = False
     """Keep the base in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`)."""
     checks = (
@@ -317,8 +318,9 @@ class ModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on demonstrations. They train all weights. In a run without reinforcement learning, they train
-    only the adapters if `model.lora` is set."""
+    """Supervised steps on demonstrations. They train all weights, unless `model.lora` is set and the run has no
+    reinforcement learning. Then they train only the adapters.
+    """
 
     enabled: bool = False
     """Run the warm start. If false, training starts from `model.path`."""
@@ -344,10 +346,13 @@ class WarmStartConfig(Section):
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
         default=20, ge=1
     )
-    """The number of steps between two measurements of the held-out loss, and of the reward with `stop_at_reward`."""
+    """The number of steps between two measurements. Each measures the held-out loss, and also the reward if
+    `stop_at_reward` is set.
+    """
     held_out_rows: int = Field(default=256, ge=0)
-    """The largest number of held-out demonstrations. They are rows of `demonstrations` (at most a tenth), or else
-    validation rows. 0: no held-out loss."""
+    """The largest number of held-out demonstrations. At most a tenth of the rows of `demonstrations` is held out. If
+    `demonstrations` is null, validation rows are used instead. 0: no held-out loss.
+    """
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
     """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
     The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""

@@ -33,7 +33,9 @@ class Problem:
 
 @dataclass
 class Findings:
-    """The problems so far, and the keys with unreliable values. A rule that reads an unreliable key is not checked."""
+    """The problems that are found, and the keys with unreliable values. A rule that reads an unreliable key is not
+    checked.
+    """
 
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
@@ -66,7 +68,8 @@ def format_value(value: Any) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Hide the passwords and queries in the URLs of a text, and user names without a password (tokens) in http URLs.
+    """Hide the passwords and the queries in all URLs of a text. In http URLs, also hide a user name without a password,
+    because it may be a token.
 
     >>> mask_secrets("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
     'postgresql+asyncpg://me:***@db.example:5432/prefect'

@@ -33,7 +33,9 @@ class SamplingConfig(Section):
     """The sampling of responses."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """The sampling temperature, at which log-probabilities are also computed. 0 selects the likeliest token."""
+    """The sampling temperature. The log-probabilities are also computed at this temperature. 0 selects the likeliest
+    token.
+    """
     top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
     """The probability mass of the likeliest tokens that sampling may choose from."""
 
@@ -54,8 +56,10 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
-    """Remove special tokens from the text for scorers, judges, environments, tools and the record, except tags such as
-    `<think>`, `</answer>` and `</tool_call>`. If false, all special tokens are kept, also a response's end token."""
+    """Remove special tokens from the text for scorers, judges, environments, tools and the record. Tags such as
+    `<think>`, `</answer>` and `</tool_call>` are kept. If false, all special tokens are kept, including a response's
+    end token.
+    """
     max_num_seqs: Annotated[int, MayChange] = Field(default=512, ge=1)
     """The largest number of sequences that are decoded at a time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -132,8 +136,9 @@ class JudgeConfig(Section):
         "Judge the answer to a problem.\n\nReference, as JSON:\n{ground_truth}\n\nAnswer:\n{response}\n\n"
         'End with a JSON object alone on its line: {"score": X}, where X is a number from 0 (wrong) to 1 (right).'
     )
-    """The prompt of the judge with the places `{response}` and `{ground_truth}` (JSON). The judge must end its text
-    with `{"score": X}` or `<score>X</score>`, and must write only one score."""
+    """The prompt of the judge. It contains the placeholders `{response}` and `{ground_truth}` (JSON). The judge must
+    end its text with `{"score": X}` or `<score>X</score>`, and must write only one score.
+    """
     highest: float = Field(default=1.0, gt=0)
     """The judge's best score. Verdicts are from 0 to this score. The part `judge` is verdict / best score."""
     levels: int | None = Field(default=None, ge=2)
@@ -222,7 +227,9 @@ class SandboxConfig(Section):
     memory_mb: int = Field(default=512, ge=64)
     """The largest address space of the program, in MB of 2**20 bytes. The program may have only one process."""
     file_mb: int = Field(default=16, ge=1)
-    """The size of /tmp, of a file and of the output, in MB of 2**20 bytes."""
+    """The largest size of /tmp, and of each file that the program writes, in MB of 2**20 bytes. The limit also holds
+    for the program's output.
+    """
     output_kb: int = Field(default=64, ge=1)
     """The size of the output that is kept, in kB of 1,024 bytes. The rest of the output is discarded."""
     allow_weak: bool = False
@@ -300,8 +307,9 @@ class EvaluationConfig(Section):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """The confidence level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """The number of bootstrap resamples of the problems, at least 1,000, for the intervals of differences and of
-    metrics with values other than 0 and 1."""
+    """The number of bootstrap resamples of the problems, at least 1,000. They give the intervals of differences, and of
+    metrics with values other than 0 and 1.
+    """
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",
              "must be at least 1,000, for the ends of an interval depend on the draws of fewer",

@@ -25,7 +25,9 @@ class TrainerConfig(Section):
     """The training loop."""
 
     total_steps: int = Field(default=100, ge=0, le=10_000_000)
-    """Steps of the run, each on one batch of prompts. With 0, it ends after its supervised stage (`warm_start`)."""
+    """The number of steps of the run. Each step trains on one batch of prompts. With 0, the run ends after its
+    supervised stage (`warm_start`).
+    """
     steps_per_chunk: Annotated[int, MayChange, _IN_STEPS] = Field(default=20, ge=1)
     """The number of steps between two checkpoints. These steps are a chunk, which Prefect retries as a unit."""
     batch_size: Annotated[int, _IN_STEPS] = Field(default=256, ge=1, le=10_000_000)

@@ -79,11 +79,12 @@ class OptunaSearch(Section):
 
 
 class Pruning(Section):
-    """The early stopping of poor points, each compared with the points that have already reached the same step.
+    """The early stopping of poor points. Each point is compared with the points that have already reached the same
+    step.
 
-    A point is dropped if the best point is better according to the confidence interval of their paired difference. The
-    difference is measured on the same held-out problems. After the k-th comparison, the best n / (k + 1) of n points
-    continue."""
+    A point is dropped if the best point is better on the same held-out problems. The confidence interval of their
+    paired difference decides this. At the k-th comparison of n points, the best n / (k + 1) points are never dropped.
+    """
 
     every_steps: int = Field(ge=1)
     """The number of steps between two comparisons, a multiple of trainer.steps_per_chunk and validation.every_steps."""
@@ -151,7 +152,9 @@ def points_of(spec: SweepSpec) -> list[Point]:
 
 
 def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
-    """Return the sweep of overrides such as `seed=1,2,3`. Raises ConfigError if no override has several values."""
+    """Return the content of a sweep's file that runs every combination of overrides such as `seed=1,2,3`. Raises
+    ConfigError if no override has several values.
+    """
     several = {_key(text): values for text in overrides if (values := swept_values(text))}
     if not several:
         remedy = "Give one, as in seed=1,2,3 or optim.lr=1e-4,1e-3"

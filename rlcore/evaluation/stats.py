@@ -101,8 +101,10 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """Return the mean and interval of each of M statistics, with the arguments of `bootstrap_intervals`. If a statistic
-    has only the values 0 and 1, the interval is Wilson's, because the bootstrap is too narrow for rare successes."""
+    """Return the mean of each of M statistics with its confidence interval. The arguments are those of
+    `bootstrap_intervals`. If a statistic has only the values 0 and 1, its interval is Wilson's, because the bootstrap
+    is too narrow for rare successes.
+    """
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)
     return [
