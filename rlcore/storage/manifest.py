@@ -124,7 +124,7 @@ def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERS
 
 
 def verify_directory(directory: Path, *, hashes: bool = True, error: type[MillraceError] = DataError) -> Manifest:
-    """Raise `error` unless every listed file exists with the listed size. If `hashes` is true, also compare every
+    """Raise `error` unless every listed file exists with the listed size. If `hashes` is true, also require the listed
     sha256."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:

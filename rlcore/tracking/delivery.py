@@ -123,8 +123,8 @@ class MlflowRun:
 
 
 class Delivery(MlflowRun):
-    """The delivery of one run to MLflow. Only the holder of `delivery_lock` may use it. `sent_bytes`: the bytes that it
-    has sent."""
+    """The delivery of one run to MLflow. Only the holder of `delivery_lock` may use it. `sent_bytes`: the bytes of the
+    journal that were sent."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
         """Read the attempts and the state. `uri`: the MLflow store, by default the store of the run's newest attempt.
