@@ -181,7 +181,8 @@ def _info(path: Path, step: int) -> CheckpointInfo:
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Make way for a new checkpoint: rename `path` if it is a file, is unreadable or has a newer format."""
+    """Rename `path` if it is a file, is unreadable or has a newer format, so that a new checkpoint can take its
+    place."""
     if not os.path.lexists(path):
         return
     version = newer_format(path) or newer_format(path, STATE, STATE_VERSION)

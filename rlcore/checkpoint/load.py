@@ -209,7 +209,8 @@ def load_optimizer(
 def _state_tensor(
     reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str, rank: int
 ) -> Tensor:
-    """Read one tensor of the optimizer state. It is sharded like its parameter if both have the same shape."""
+    """Read one tensor of the optimizer state. A tensor with the shape of its parameter is sharded like the
+    parameter."""
     full_name = state_name(name, key)
     stored = reader.tensors.get(full_name)
     if stored is None:
@@ -251,10 +252,11 @@ def export_transformers(
     lora: LoraConfig | None = None,
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
-    """Write weights as a transformers directory, with the configuration and tokenizer of the initial policy. Replace an
-    earlier export by one rename. `facts`: entries for the manifest. If `lora` is set, `policy_state` has the merged
-    weights, and the subfolder `adapter` gets `adapters` in PEFT's format. Raises DiskSpaceError, ModelError for an
-    unreadable tokenizer, and CheckpointError if `target` cannot be written or is not an export."""
+    """Write the weights `policy_state` as a transformers directory. Add the configuration and the tokenizer of the
+    initial policy. Replace an earlier export by one rename. `facts`: entries for the manifest. If `lora` is set,
+    `policy_state` must contain the merged weights. The subfolder `adapter` then gets `adapters` in PEFT's format.
+    Raises DiskSpaceError if the disk is full, and ModelError if the tokenizer cannot be read. Raises CheckpointError if
+    `target` cannot be written or is not an export."""
     source = str(model_dir_for_config)
     earlier = (target / MANIFEST).is_file()
     with published_directory(target, {"kind": "model", **facts}, replace=earlier, error=CheckpointError) as folder:

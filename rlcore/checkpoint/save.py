@@ -51,7 +51,8 @@ class RankSaver:
         return {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
 
     def copy(self) -> tuple[int, bool]:
-        """Copy this rank's shards to the host if there is memory. Return their bytes, and whether the copy exists."""
+        """Copy this rank's shards to the host if it has enough memory. Return the bytes of the shards, and whether they
+        were copied."""
         shards = self._shards()
         size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
@@ -61,8 +62,8 @@ class RankSaver:
         return size, is_copied
 
     def write(self, directory: str) -> None:
-        """Start a thread that writes the copy below `directory`. If there is no copy, write the shards before
-        returning. First wait for the thread of an earlier call, and ignore its result."""
+        """Wait for the thread of an earlier call, and ignore its result. Then start a thread that writes the copy below
+        `directory`. If there is no copy, write the shards before returning."""
         self.abandon()
         copies = self._copies
 
@@ -107,7 +108,7 @@ class _Save:
 
 class CheckpointSaver:
     """A saver of a run's checkpoints, one at a time. `wait_for_room(num_bytes, step)` waits for free disk space.
-    `phase()` returns a context that limits the time of all other disk operations."""
+    `phase()` returns a context that limits the time of the saver's other disk operations."""
 
     def __init__(
         self,
@@ -122,10 +123,10 @@ class CheckpointSaver:
     def begin(
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], each: EachRank
     ) -> int | None:
-        """Copy the state of every rank, wait for disk space and begin to write the copies. Training may then continue.
-        If a rank has no memory for its copy, complete the checkpoint before returning, and return its step. `record`:
-        returns the trainer's state. Raises CheckpointError if the folder cannot be written, and the errors of
-        `wait_for_room`."""
+        """Copy the state of every rank, wait for disk space and begin to write the copies. Then return None, and
+        training may continue. If a rank has no memory for its copy, complete the checkpoint first and return its step.
+        `record`: a function that returns the trainer's state. Raises CheckpointError if the folder cannot be written,
+        and the errors of `wait_for_room`."""
         assert self._save is None, "settle or abandon the save before this one first"
         copies = each(RankSaver.copy)
         needed_bytes = int(sum(size for size, _ in copies) * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES

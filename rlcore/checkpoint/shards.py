@@ -92,8 +92,9 @@ class LocalPart:
 
 
 def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
-    """Return this rank's part of a tensor. Of equal copies, only one is written: on rank 0, or for a DTensor at
-    coordinate 0 of each replicated mesh dimension. Raises CheckpointError if a placement is not Shard or Replicate."""
+    """Return this rank's part of a tensor. If several ranks have equal copies, only one copy is written. For a DTensor,
+    the copy at coordinate 0 of each replicated mesh dimension is written. For any other tensor, the copy of rank 0 is
+    written. Raises CheckpointError if a placement is not Shard or Replicate."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return LocalPart(name, shape, Box((0,) * len(shape), shape), tensor.detach(), rank == 0)

@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint, its mismatch with the journal (or ''), and the newer checkpoints that were
-    refused."""
+    """The newest usable checkpoint, and the newer checkpoints that were refused. `journal_problem`: the reason why the
+    checkpoint does not match the journal, or '' if it matches."""
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[CheckpointInfo, ...]
@@ -123,7 +123,8 @@ class CheckpointStore:
         return tuple(deleted)
 
     def set_aside_later(self, step: int) -> None:
-        """Rename intact checkpoints after `step`, from which the run continues. Pruning would keep the newest."""
+        """Rename the intact checkpoints of steps after `step`, because the run continues from `step`. Otherwise,
+        pruning would keep these checkpoints as the newest ones."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)

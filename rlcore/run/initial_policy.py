@@ -79,7 +79,8 @@ def ensure_configured_model(config: RunConfig) -> Path:
 
 
 def planned_tokenizer(config: RunConfig) -> Path:
-    """Return the tokenizer's folder: a local model's folder, otherwise the folder that `ensure_tokenizer` writes."""
+    """Return the tokenizer's folder. For a local model, it is the model's folder. Otherwise, it is the folder that
+    `ensure_tokenizer` writes."""
     path = config.model.path
     if path == SMOLLM2 or (path is not None and Path(path).is_dir()):
         return configured_model(config)

@@ -21,7 +21,7 @@ FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
 """The suffixes of files in a run's folder. A path with such a suffix must be an ordinary file."""
 BYTES_PER_WEIGHT = 4  # the size of one exported weight, which is a float32 master weight
 BYTES_PER_TOKEN = 20
-"""The compressed bytes of one stored token of a response: id, text, three log-probabilities and advantage."""
+"""The compressed bytes that are stored for one token of a response: id, text, three log-probabilities and advantage."""
 BYTES_PER_RESPONSE = 500  # the size of a stored response without its tokens
 _SUITE = "suite "  # prefix of a suite's stage in the run's record
 

@@ -203,8 +203,9 @@ def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
 
 
 class PassRateMeasurement:
-    """The measurement of a run's pass rates. `prompts()`: loads the initial policy and returns the training prompts.
-    `sample(prompts, n, first)`: returns n responses to each prompt. `first`: the index of the first prompt."""
+    """The measurement of a run's pass rates. `prompts()` loads the initial policy and returns the training prompts.
+    `sample(prompts, n, first)` returns n responses to each of these prompts. `first` is the index of the first of them
+    among all training prompts."""
 
     def __init__(
         self,

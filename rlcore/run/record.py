@@ -68,7 +68,8 @@ class RunRecord:
 
     def restore(self, step: int, journal_bytes: int) -> None:
         """Abandon the current save, and truncate the journal and the responses to a step. Rename intact checkpoints of
-        later steps. If the step is 0, also rename validations and exports. Otherwise, repeated steps reproduce them."""
+        later steps. If the step is 0, also rename validations and exports. After any other step they stay, because the
+        repeated steps reproduce them."""
         self.saves.abandon()
         self.store.set_aside_later(step)
         self.answers.truncate(step)
@@ -172,7 +173,8 @@ class RunEvents:
         )
 
     def cost(self, uses: Sequence[GpuUse]) -> dict[str, float]:
-        """Return the cost metrics over all attempts at the run. After a resume, truncate the journal first."""
+        """Return the cost metrics over all attempts at the run. The first call reads the journal. On a resume, the
+        journal must be truncated before this call."""
         if self._meter is None:
             self._meter = CostMeter(self._record.layout.journal)
         return self._meter.metrics(uses)

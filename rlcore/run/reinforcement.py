@@ -224,8 +224,9 @@ class RunTraining(Training):
         return folder / f"{name}.json"
 
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
-        """Return the stored result if it has the present settings, otherwise None. If `name` is None, look for the
-        result that training stored for the step. A result of only `max_problems` problems is not used."""
+        """Return the stored result of the validation `name`, or None if there is no result with the present settings.
+        If `name` is None, look for the result that training stored for the step. Do not use this result if training
+        evaluates only `max_problems` problems."""
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)
         if (name is None and settings.max_problems) or not file.is_file():

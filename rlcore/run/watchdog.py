@@ -62,7 +62,7 @@ PHASES = {
 """The phases that each key of `runtime.deadlines` limits. A phase of a step has the name of its `timing_s` metric."""
 DEADLINE_OF = {phase: key for key, phases in PHASES.items() for phase in phases}
 BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "ref", "teacher", "values", "adv"})
-"""The phases before the weights change. A step can be abandoned before each of them."""
+"""The phases of a step before its weights change. A step can be abandoned at the start of each of these phases."""
 
 TRACKING_MODULE = "rlcore.tracking"  # delivers metrics, and outlives the trainer for this
 FINAL_REPORT_S = 5.0  # limit for the final output, whose reader may have ended

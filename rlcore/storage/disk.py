@@ -166,7 +166,7 @@ def check_room(path: Path, needed_bytes: int, reserve_bytes: int = 0) -> RoomRep
 
 
 def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[RoomReport, ...]:
-    """Return one report for each file system on which `needs` will be written, in the order of the needs."""
+    """Return one report for each file system that has a path of `needs`, in the order of the needs."""
     by_device: dict[int, list[DiskNeed]] = {}
     for need in needs:
         by_device.setdefault(nearest_existing(need.path).stat().st_dev, []).append(need)

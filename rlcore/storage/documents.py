@@ -65,7 +65,8 @@ def sha256_of(path: Path, num_bytes: int | None = None) -> str:
 
 
 def content_digest(file: Path) -> str:
-    """Return the sha256 of a file. A process reads the file again only if its size or change time has changed."""
+    """Return the sha256 of a file. A process reads the file again only if the file's size or change time has
+    changed."""
     path = file.expanduser().resolve()
     status = path.stat()
     return _digest(path, status.st_size, status.st_ctime_ns)

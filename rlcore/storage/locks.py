@@ -98,8 +98,8 @@ os.register_at_fork(after_in_child=_drop_inherited)  # a copy would keep the loc
 def start_time_of(process: psutil.Process) -> float:
     """Return a number that distinguishes a process from a later process with the same id.
 
-    On Linux it is the number of seconds from the boot to the start, plus a number from the boot's id. On other systems
-    it is the start time in seconds since 1970."""
+    On Linux, the number is the seconds from the boot to the start of the process, plus a number from the boot's id. On
+    other systems, the number is the start time in seconds since 1970."""
     try:
         boot = int(BOOT_ID.read_text()[:8], 16)
         ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -191,7 +191,8 @@ class HeldLock(FileLock):
         super().__init__(self.path)
 
     def __enter__(self) -> Self:
-        """Acquire the lock within `wait_s` seconds. The minimum is `POLL_S`, because `holder_of` holds a lock briefly.
+        """Acquire the lock. If it is not free, wait at most `wait_s` seconds. A `wait_s` below `POLL_S` counts as
+        `POLL_S`, because `holder_of` holds the lock for a moment.
 
         Raises `error` if another process holds the lock, or if the file system has no locks. Raises UnwritableError if
         the folder cannot be written, and DiskSpaceError if the disk has no room for an empty file."""

@@ -114,7 +114,8 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERSION) -> int | None:
-    """Return the format version in the file `name` of a directory if the version is above `known`, otherwise None."""
+    """Return the format version of a directory if it is above `known`, otherwise None. `name`: the file with the
+    version."""
     try:
         version = parse_json(read_ordinary(directory / name))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -123,7 +124,8 @@ def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERS
 
 
 def verify_directory(directory: Path, *, hashes: bool = True, error: type[MillraceError] = DataError) -> Manifest:
-    """Raise `error` unless every listed file exists with the listed size and, with `hashes`, the listed sha256."""
+    """Raise `error` unless every listed file exists with the listed size. If `hashes` is true, also require the listed
+    sha256."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:
         raise error(f"{directory}: missing: {MANIFEST}, so it was never finished. Delete the folder and make it again.")

@@ -262,7 +262,7 @@ def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Pa
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a path is unlocked and is either old or of a process that has ended."""
+    """Return whether a temporary path is unlocked, and is either old or was made by a process that has ended."""
     match = TEMPORARY.match(path.name)
     if match is None:
         return False

@@ -123,10 +123,12 @@ class MlflowRun:
 
 
 class Delivery(MlflowRun):
-    """The delivery of one run to MLflow, for the holder of `delivery_lock`. `sent_bytes`: the bytes sent so far."""
+    """The delivery of one run to MLflow. Only the holder of `delivery_lock` may use it. `sent_bytes`: the bytes of the
+    journal that were sent."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read the attempts and state. `uri`: the store, by default the run's. Raises TrackingError if this fails."""
+        """Read the attempts and the state. `uri`: the MLflow store, by default the store of the run's newest attempt.
+        Raises TrackingError if there is no attempt or no journal, or if the state cannot be read."""
         attempts = read_attempts(run_dir)
         if not attempts:
             raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")

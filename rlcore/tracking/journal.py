@@ -87,8 +87,8 @@ class Journal(LineFile):
 
 
 class RunJournal(Journal):
-    """The journal of a trainer, with the process that delivers the journal to MLflow. Call `resume_at` first (for a new
-    run, with step 0 and 0 bytes). Call `sync` at each checkpoint, and `finish` at the end."""
+    """The journal of a trainer, with the process that delivers the journal to MLflow. Call `resume_at` first. For a new
+    run, call it with step 0 and 0 bytes. Call `sync` at each checkpoint, and `finish` at the end."""
 
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:
         """Open the journal. `tags` override the run's `lineage_tags`."""
@@ -146,7 +146,7 @@ class RunJournal(Journal):
 
 
 def read_journal(path: Path) -> list[StepRecord]:
-    """Return the metrics of every step in order, with the lines of a step merged. Warn about unreadable lines."""
+    """Return the metrics of every step in order. Several lines of one step are merged. Warn about unreadable lines."""
     contents = load_journal(path)
     if contents.torn_bytes or contents.num_damaged_lines:
         text = "%s: skipped %d bytes of an unfinished last line and %d unreadable lines"

@@ -112,7 +112,8 @@ def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
 def lineage_tags(
     config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. The setting `tags` has priority."""
+    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. Tags in the setting `tags` take
+    precedence."""
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {
         RUN_ID_TAG: run_id,

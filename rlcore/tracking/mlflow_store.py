@@ -188,7 +188,8 @@ class MlflowStore:
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}&viewStateShareKey={VIEW}"
 
     def page_root(self, ui: str) -> str:
-        """Return the address of MLflow's pages: `ui` for a sqlite store, otherwise the server."""
+        """Return the address of MLflow's pages. For a sqlite store, it is `ui`. Otherwise, it is the address of the
+        server."""
         return ui if self.uri.startswith(SQLITE) else mask_secrets(self.uri)
 
     def ui_command(self) -> str | None:

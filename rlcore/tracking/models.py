@@ -49,8 +49,9 @@ def log_model(
     """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id. A
     model with this name and step is reused. Only a transformers directory of at most `max_bytes` is copied.
     `mlflow.transformers.load_model` loads `models:/<id>`. `AutoModelForCausalLM` loads the subfolder `model` of the
-    copy. `time_s`: the time of the journal line with `metrics`. `versions`: the versions of the packages that wrote the
-    weights. Raises TrackingError if a transformers directory has no config.json."""
+    copy. `metrics`: the metrics of the step. `time_s`: the time of the journal line that has them. `versions`: the
+    versions of the packages that wrote the weights. Raises TrackingError if a transformers directory has no
+    config.json."""
     from mlflow.entities import LoggedModelOutput
 
     tags = {**tags, "path": str(path.absolute()), "step": str(step)}
@@ -83,7 +84,7 @@ def log_model(
 
 
 def _held_out_dataset(client: "MlflowClient", run_id: str) -> dict[str, str]:
-    """Return the name and digest of the run's held-out dataset as fields for MLflow metrics, or {} without one."""
+    """Return the MLflow metric fields that name the run's held-out dataset, or {} if the run has no such dataset."""
     inputs = client.get_run(run_id).inputs
     known = () if inputs is None else inputs.dataset_inputs
     found = [one.dataset for one in known if any(tag.value == "validation" for tag in one.tags)]
@@ -157,7 +158,8 @@ def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[
 
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
     """Tag the `best` and the `last` model of the run, since MLflow has aliases only in its registry. If `registered` is
-    set, also make both versions of this registered model, with aliases such as `models:/<registered>@best`."""
+    set, also register these models as versions of this registered model. The versions get aliases such as
+    `models:/<registered>@best`."""
     for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:
             if alias in model.tags and by_alias.get(alias) not in (None, model.model_id):
