@@ -113,7 +113,8 @@ def resolve_environment(name: str) -> type[Environment]:
 
 
 _environments: OrderedDict[str, tuple[Environment, list[str]]] = OrderedDict()
-"""This process's environments between turns, by episode, each with the texts of its earlier turns."""
+"""The environments that this process keeps between turns, by episode name. The texts of the earlier turns are stored
+with each environment."""
 _event_loop = cache(asyncio.new_event_loop)  # event loop of all episodes, so that clients of an environment stay open
 
 
@@ -233,7 +234,7 @@ class TurnTokens:
 
     def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
         """Return the truncated first message, the prompt without the start of the model's turn, and the ids that follow
-        it. Raises ConfigError if the prompt does not end with the template's start of a turn."""
+        the shortened prompt. Raises ConfigError if the prompt does not end with the template's start of a turn."""
         message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)

@@ -180,7 +180,7 @@ def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> 
 def mismatch_metrics(
     packed: PackedBatch, old_logprobs: Float[Tensor, "T"], importance_weights: Float[Tensor, "T"] | None
 ) -> Metrics:
-    """Return metrics of how much the sampler's token probabilities differ from the trainer's."""
+    """Return metrics of the difference between the sampler's and the trainer's token probabilities."""
     mask = packed.loss_mask
     if not mask.any():
         return {}

@@ -63,10 +63,10 @@ class ForwardResults:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimated advantages and returns, with the input of the updates as `batch`. `kl_in_reward`: the mean KL
-    divergence from the reference per response token, without its coefficient. `teacher_kl`: this mean for the teacher.
-    `masked_share`: the share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the
-    update, or None if both are off."""
+    """The estimated advantages and returns. `batch`: the input of the updates. `kl_in_reward`: the mean KL divergence
+    from the reference per response token, without its coefficient. `teacher_kl`: the mean KL divergence from the
+    teacher per response token. `masked_share`: the share of response tokens that `algo.rejection` and
+    `algo.mask_truncated` exclude from the update, or None if both are off."""
 
     batch: TrainBatch
     rewards: Float[Tensor, "N"]  # the scores minus the KL penalty in the reward

@@ -1,4 +1,4 @@
-"""Micro-batched passes and optimizer steps of one model, policy or critic, on one rank."""
+"""Micro-batched passes and optimizer steps of one model on one rank. The model is the policy or the critic."""
 
 import functools
 import gc
@@ -182,7 +182,8 @@ class MicroBatchRunner:
 @dataclass(frozen=True, slots=True)
 class ModelUpdate(Generic[S]):
     """The result of one optimizer step on one rank. `applied`: False if the gradient norm was above
-    `alarms.grad_norm_above`. `logprobs` Float[T]: the requested log-probabilities before the step in batch order."""
+    `alarms.grad_norm_above`. `logprobs` Float[T]: the log-probabilities before the step, in batch order, or None if
+    they were not requested."""
 
     stats: S
     grad_norm: float
@@ -192,7 +193,7 @@ class ModelUpdate(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One rank's share of an optimizer step. The denominator counts the sequences of all ranks."""
+    """One rank's share of an optimizer step. `denominator` is counted over all ranks."""
 
     sequences: range
     num_micro: int
