@@ -158,11 +158,11 @@ class Carried:
 
     @property
     def ids(self) -> np.ndarray:
-        """The response tokens that have been sampled, Int[R]."""
+        """The stored tokens of the response, Int[R]."""
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the sampled tokens as a rollout. `policy_version`: the policy version of the step that continues the
+        """Return the stored tokens as a rollout. `policy_version`: the policy version of the step that continues the
         response."""
         logprobs = np.frombuffer(self.logprobs, dtype="<f4")
         given = (self.prompt, self.sample_index, self.ids, logprobs, self.finish_reason, policy_version)

@@ -49,9 +49,9 @@ class Environment(Protocol):
     # A class attribute `repeatable = False` declares that replies depend on more than the row, its seed and the texts.
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
-        """Start the episode, and return an optional first message after the prompt. `row`: the prompt's ground truth
-        with a `seed`, which is the same for all responses to the prompt in a step. A `seed` in the ground truth becomes
-        `own_seed`."""
+        """Start the episode, and return an optional first message, which follows the prompt. `row`: the prompt's ground
+        truth with a `seed`, which is the same for all responses to the prompt in a step. A `seed` in the ground truth
+        becomes `own_seed`."""
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
         """Reply to the model's text of one turn."""
@@ -119,8 +119,9 @@ _event_loop = cache(asyncio.new_event_loop)  # event loop of all episodes, so th
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Play the last turn of the `Episode` in `response`. The score's `said` is JSON with the reply and whether the
-    episode has ended. An empty `response` only creates an environment, so that no deadline includes imports."""
+    """Play the last turn of the `Episode` that `response` encodes. The score's `said` is JSON with the reply and
+    whether the episode has ended. An empty `response` only creates an environment, so that no deadline includes
+    imports."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:

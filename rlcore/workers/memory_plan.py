@@ -117,9 +117,9 @@ def update_activation_bytes(
     shape: ModelShape, itemsize: int, *, recompute: bool, offload: bool = False, compiled: bool = False
 ) -> int:
     """Return the bytes per token that a forward pass keeps for the backward pass. With `recompute`, it keeps the inputs
-    of all layers, and the activations and feed-forward gradients of one layer. With `offload` too, it keeps the inputs
-    of one layer only. With `recompute`, 131,040 tokens of a 1.5B model took 50.2 GB on an H200. The plan says 49.2
-    GB."""
+    of all layers, and the activations and feed-forward gradients of one layer. If `offload` is also set, it keeps the
+    inputs of only one layer. With `recompute`, 131,040 tokens of a 1.5B model took 50.2 GB on an H200. The plan says
+    49.2 GB."""
     layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
     inputs = (1 if offload else shape.layers) * itemsize * shape.hidden
@@ -381,9 +381,9 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """Yield variants of the settings, each with its smallest acceptable token budget. The first is the fastest: nothing
-    is offloaded or recomputed, and vLLM stays awake. Each later variant adds one saving: vLLM sleeps, frozen models are
-    offloaded, moments are offloaded, layers are recomputed, inputs of layers are offloaded."""
+    """Yield variants of the settings, each with its smallest acceptable token budget. In the first and fastest variant,
+    nothing is offloaded or recomputed, and vLLM stays awake. Each later variant adds one saving: vLLM sleeps, frozen
+    models are offloaded, moments are offloaded, layers are recomputed, inputs of layers are offloaded."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]

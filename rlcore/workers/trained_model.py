@@ -98,8 +98,9 @@ class MicroBatchRunner:
     """An object that runs one kind of pass in as many micro-batches as the memory requires. The token budget gives a
     number of micro-batches, which is multiplied by `factor`. On a single rank, the factor doubles when memory runs out,
     and halves after many successful passes. Several ranks, which wait for each other in collectives, raise an error
-    instead, and only `Worker.split_micro_batches` changes their factor. `recover`: resets the model after a failed
-    pass. `shape`: the model's shape to balance the computing cost over ranks, or None to balance tokens."""
+    instead, and only `Worker.split_micro_batches` changes their factor. `recover`: a function that resets the model
+    after a failed pass. `shape`: the model's shape, with which the computing cost is balanced over ranks. If it is
+    None, tokens are balanced."""
 
     def __init__(
         self,
@@ -264,7 +265,8 @@ class TrainedModel(Generic[Model]):
         max_norm: float = math.inf,
     ) -> ModelUpdate[S]:
         """Take one optimizer step, unless the gradient norm is above `max_norm`. Raises NonFiniteError without a step
-        if the norm or a statistic is not finite on some rank. `loss` and `why` begin and end the error's message."""
+        if the norm or a statistic is not finite on some rank. The error's message begins with the result of `loss` and
+        ends with that of `why`."""
         packed = batch.packed if isinstance(batch, TrainBatch) else batch
         statistics, logprobs = self.update_pass.run(
             lambda parts: self._accumulate(batch, packed, parts, objective), packed, num_micro
