@@ -32,7 +32,7 @@ class ConfigError(MillraceError, ValueError):
 
 
 class TrialError(ConfigError):
-    """A judge, or code that the settings name, failed when it was tried before the run."""
+    """The trial of a judge or of user code failed before the run."""
 
 
 class DataError(MillraceError, ValueError):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ROWS_PER_SOURCE = 1_000_000_000
-"""The number of prompt ids for each data source of a mixture. No source has so many rows."""
+"""The number of prompt ids that are reserved for each data source of a mixture. Every source has fewer rows."""
 
 
 class FastPickle:

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 REWARD, HELD_OUT_REWARD = "reward", "val/reward"
-"""The metrics that trackers show first: the mean score of the responses in a training step or a validation."""
+"""The metrics that trackers show first. The first is the mean score of the responses in a training step, and the second
+is the mean score of the responses in a validation."""
 FULL_SCORE = 1.0
-"""The score of a correct response, for a score without a part `correct`."""
+"""The value of the part `correct` for a correct response. If a score has no such part, its total is compared with this
+value."""
 _ROUNDING = 1e-9
 
 

@@ -52,7 +52,8 @@ def close_folder(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """Return the stacks and states of this and all registered processes, and the states of unregistered descendants."""
+    """Return the stacks and states of this process and of all registered processes. For descendants that are not
+    registered, only the states are returned."""
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
     sections = [f"=== trainer, process {os.getpid()} ({_state(os.getpid())})\n{_own_stacks()}"]
     for pid, path in registered.items():

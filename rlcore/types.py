@@ -52,8 +52,8 @@ class Rollout(FastPickle):
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """N concatenated sequences. `group_ids[i]` is the same for all responses to one prompt. `score_mask` is False for a
-    response without a score. The `loss_mask` of all its tokens is then False. A preference pair is one sequence with
-    two responses."""
+    response without a score. `loss_mask` is False for all tokens of such a response. A preference pair is one sequence
+    with two responses."""
 
     token_ids: Int[Tensor, "T"]
     position_ids: Int[Tensor, "T"]

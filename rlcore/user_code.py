@@ -1,9 +1,10 @@
 """The code that settings name as `module:function`: its source files, a copy for each run, and imports from this copy.
 
 The code of a function consists of its module's file, the files that this module imports from the same import folder,
-and the data files whose relative paths are strings in these files. Files of an installed package or of Millrace belong
-only to the code of that package's own functions. No code is executed, so computed imports are not followed. A scoring
-process imports this module, so pydantic, settings and storage are imported inside functions.
+and the data files whose relative paths are strings in these files. A file of an installed package belongs to the code
+of a function only if the function is in the same package. The same holds for files of Millrace. No code is executed, so
+computed imports are not followed. A scoring process imports this module, so pydantic, settings and storage are imported
+inside functions.
 """
 
 import ast
@@ -142,7 +143,7 @@ def _path_in_copy(folder: Path, name: str) -> Path:
 def code_for_run(config: "RunConfig") -> Code:
     """Return the code of every `module:function` of the settings, such as scorers and losses, and of every taskset.
 
-    Inside a `run_code` block, this is the run's copy, otherwise the current files."""
+    Inside a `run_code` block, the code is read from the run's copy. Otherwise, it is read from the original files."""
     from rlcore.config.data import CustomData, VerifiersData, parts_of, scorers_of
 
     tasks = [part.data for part in parts_of(config.data)] + [suite.data for suite in config.validation.suites]

@@ -74,8 +74,9 @@ class _Expand(torch.autograd.Function):
 
 
 def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return the computed tokens Int[c], the position of each token among these Int[T], the tokens that are not
-    computed Int[d], and the column of each such token in `SharedPrompts.duplicates` Int[d]."""
+    """Return four arrays: the computed tokens Int[c], a position Int[T] for each token, the tokens that are not
+    computed Int[d], and their columns in `SharedPrompts.duplicates` Int[d]. A position is an index in the first array.
+    A token that is not computed has the position of the token that stands for it."""
     lengths, indices = np.diff(bounds), np.arange(len(shared))
     first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
     sequence = np.repeat(indices, lengths)
@@ -90,8 +91,9 @@ def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArra
 
 @dataclass(frozen=True, slots=True)
 class LengthGroup:
-    """The sequences of one dense attention call: the tokens `start` to `stop` in sorted order. `slots` Int[stop -
-    start]: the position of each token after padding all sequences to `length`. It is empty for equal lengths."""
+    """The sequences of one dense attention call. They are the tokens from `start` to `stop` in sorted order. `slots`
+    Int[stop - start]: the position of each token after padding all sequences to `length`. `slots` is empty if all
+    sequences have the same length."""
 
     start: int
     stop: int
@@ -108,8 +110,8 @@ class LengthGroup:
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
     """The order in which the model computes T packed tokens. `token_order` Int[c]: the batch token at each computed
-    position. `computed_index` Int[T]: the computed position of each batch token. `cu_seqlens` Int32[N+1]: the bounds in
-    computed order. `groups`: the attention calls of `sdpa`. Without `shared`, c = T."""
+    position. `computed_index` Int[T]: the computed position of each batch token. `cu_seqlens` Int32[N+1]: the bounds of
+    the sequences in computed order. `groups`: the attention calls of `sdpa`. Without `shared`, c = T."""
 
     backend: Backend
     cu_seqlens: Int[Tensor, "N_plus_1"]
@@ -123,8 +125,8 @@ class PackedLayout:
 def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
-    """Return the layout of the sequences with the bounds `cu_seqlens`. With bounds on the host, the call does not wait
-    for the device. `shared` Int[N]: the number of leading tokens that each further response shares with the first
+    """Return the layout of the sequences with the bounds `cu_seqlens`. If the bounds are on the host, the call does not
+    wait for the device. `shared` Int[N]: the number of leading tokens that each further response shares with the first
     response to the prompt, and 0 for a first response."""
     bounds = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
@@ -171,7 +173,8 @@ def build_layout(
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group sequences of equal length, or of equal rounded length if the lengths are too many. `lengths` is sorted."""
+    """Group sequences of equal length, or of equal rounded length if there are too many different lengths. `lengths` is
+    sorted."""
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0

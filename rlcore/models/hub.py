@@ -57,7 +57,8 @@ def require_reachable(key: str, path: str) -> None:
 
 
 def _hub_problem(path: str) -> str | None:
-    """Return why the hub does not provide a model, with the remedy, or None if it does."""
+    """Return the reason why the hub does not provide a model, followed by the remedy. Return None if the hub provides
+    it."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 

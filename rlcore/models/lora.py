@@ -1,9 +1,10 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, where only A and B are trained. s is alpha / rank, or
 alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023). Names, initialization and files follow PEFT.
 
-W can be in 4 bits (NF4, Dettmers et al. 2023): one of 16 levels times the scale of its block. The format and the
-dequantization kernel are those of bitsandbytes. The quantizer of bitsandbytes is not used, because it divides
-approximately on a GPU. Quantized weights, digests and exports are therefore the same on every device."""
+W can be in 4 bits (NF4, Dettmers et al. 2023). Each weight is then one of 16 levels, multiplied by the scale of its
+block. The format and the dequantization kernel are those of bitsandbytes. The quantizer of bitsandbytes is not used,
+because it divides approximately on a GPU. Quantized weights, digests and exports are therefore the same on every
+device."""
 
 import functools
 import hashlib
@@ -39,8 +40,8 @@ _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer with a frozen 4-bit weight: two codes per byte, a scale per block. The output has the input's
-    type."""
+    """A linear layer with a frozen 4-bit weight, stored as two codes per byte and one scale per block. The output has
+    the input's type."""
 
     packed: UInt8[Tensor, "bytes"]
     scales: Float[Tensor, "blocks"]
@@ -67,7 +68,8 @@ class Nf4Linear(nn.Module):
 
 
 def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace each linear layer except the head by an `Nf4Linear`, so that the device never holds the whole model."""
+    """Replace each linear layer except the head by an `Nf4Linear`. Layers are quantized on the device one by one, so
+    that the device never holds the whole unquantized model."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for name in names:
@@ -88,8 +90,8 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"], Float[Tensor, "blocks"]]:
-    """Return the codes (two per byte, the first in the high half) and the float32 scale of each block, which is its
-    largest absolute value. The last block is padded with 0."""
+    """Return the codes (two per byte, the first in the high half) and the float32 scale of each block. The scale is the
+    largest absolute value of a weight in the block. The last block is padded with 0."""
     _have_bitsandbytes()
     zeros = -weight.numel() % BLOCK
     blocks = functional.pad(weight.reshape(-1), (0, zeros)).view(-1, BLOCK)

@@ -24,8 +24,8 @@ _CHUNK = 1 << 22
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
-    """Build AdamW over the trainable parameters, with decoupled weight decay (Loshchilov and Hutter, 2019) of matrices
-    only. The fused kernel is elementwise, so results do not depend on the number of threads."""
+    """Build AdamW over the trainable parameters. Weight decay is decoupled (Loshchilov and Hutter, 2019) and applies
+    only to matrices. The fused kernel is elementwise, so results do not depend on the number of threads."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -93,7 +93,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         return host_memory(parameter, dtype, pinned=local_tensor(parameter).device.type == "cuda")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer state without moving its moments, which must be in host memory, to the device."""
+        """Load the optimizer state. The moments in `state_dict` must be in host memory, and they stay there."""
         states: Mapping[int, Mapping[str, Any]] = state_dict["state"]
         rest = {number: {k: v for k, v in state.items() if k not in MOMENTS} for number, state in states.items()}
         super().load_state_dict({**state_dict, "state": rest})
@@ -118,7 +118,7 @@ def _split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> I
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or any other tensor itself, detached."""
+    """Return this rank's shard if the tensor is a DTensor, otherwise the tensor. The result is detached."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -153,7 +153,8 @@ class OutOfMemory:
 
 
 def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
-    """Return the result of `work`, or `OutOfMemory`, which keeps no tensors of `work` alive."""
+    """Return the result of `work`, or `OutOfMemory` if memory ran out. `OutOfMemory` keeps no tensors of `work`
+    alive."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -167,15 +168,16 @@ def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
 
 
 def release_cached_memory() -> None:
-    """Wait for the GPU, then release torch's cached CUDA memory, if CUDA is in use. With expandable segments, torch
-    waits only for the stream that allocated a block, but FSDP reads gradients on another stream."""
+    """Wait for the GPU, then release torch's cached CUDA memory, if CUDA is in use. The wait is needed for expandable
+    segments. Before torch releases them, it waits only for the stream that allocated a block, but FSDP reads gradients
+    on another stream."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor on the device in `dtype`. A copy to a GPU is asynchronous, from pinned memory."""
+    """Return the tensor on the device in `dtype`. A copy to a GPU is asynchronous and reads pinned memory."""
     found = tensor if dtype is None else tensor.to(dtype)
     if device.type != "cuda" or found.is_cuda:
         return found.to(device)
@@ -184,7 +186,7 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 class OffloadedWeights:
     """Frozen parameters that leave the device while other tensors need its memory. The host keeps a copy, pinned for a
-    GPU. Storage is resized in place, so references of other holders, such as FSDP, stay valid."""
+    GPU. Storage is resized in place, so references that FSDP and others hold stay valid."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._host: dict[Tensor, Tensor] = {}

@@ -99,12 +99,13 @@ def gather_parameter(parameter: Tensor) -> Tensor:
 
 
 BUCKET_BYTES = 1 << 28
-"""The maximum bytes of the whole tensors that one collective gathers. A larger tensor is gathered alone."""
+"""The maximum number of bytes that one collective gathers, counted for the unsharded tensors. A larger tensor is
+gathered alone."""
 
 
 class _Buckets:
-    """A callable that returns whole parameters. The first request for a bucket gathers the whole bucket in one
-    collective. The order of requests must be the same on all ranks."""
+    """A callable that returns unsharded parameters, which are grouped in buckets. The first request for a parameter of
+    a bucket gathers the whole bucket in one collective. The order of requests must be the same on all ranks."""
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value

@@ -82,7 +82,8 @@ def vocabulary_of(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if the 4-bit format lacks the package bitsandbytes. `has`: whether a package is installed."""
+    """Raise ModelError if `lora` needs the package bitsandbytes and it is not installed. `has` returns whether a
+    package is installed."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "

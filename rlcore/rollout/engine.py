@@ -158,11 +158,12 @@ class Carried:
 
     @property
     def ids(self) -> np.ndarray:
-        """The tokens so far, Int[R]."""
+        """The stored tokens of the response, Int[R]."""
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the response so far as a rollout. `policy_version`: the policy version of the continuing step."""
+        """Return the stored tokens as a rollout. `policy_version`: the policy version of the step that continues the
+        response."""
         logprobs = np.frombuffer(self.logprobs, dtype="<f4")
         given = (self.prompt, self.sample_index, self.ids, logprobs, self.finish_reason, policy_version)
         return Rollout(*given, is_cut=self.is_cut, num_stale=len(logprobs))

@@ -49,9 +49,9 @@ class Environment(Protocol):
     # A class attribute `repeatable = False` declares that replies depend on more than the row, its seed and the texts.
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
-        """Start the episode, and return an optional first message after the prompt. `row`: the prompt's ground truth
-        with a `seed`, which is the same for all responses to the prompt in a step. A `seed` in the ground truth becomes
-        `own_seed`."""
+        """Start the episode, and return an optional first message, which follows the prompt. `row`: the prompt's ground
+        truth with a `seed`, which is the same for all responses to the prompt in a step. A `seed` in the ground truth
+        becomes `own_seed`."""
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
         """Reply to the model's text of one turn."""
@@ -113,13 +113,15 @@ def resolve_environment(name: str) -> type[Environment]:
 
 
 _environments: OrderedDict[str, tuple[Environment, list[str]]] = OrderedDict()
-"""This process's environments between turns, by episode, each with the texts of its earlier turns."""
+"""The environments that this process keeps between turns, by episode name. The texts of the earlier turns are stored
+with each environment."""
 _event_loop = cache(asyncio.new_event_loop)  # event loop of all episodes, so that clients of an environment stay open
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Play the last turn of the `Episode` in `response`. The score's `said` is JSON with the reply and whether the
-    episode has ended. An empty `response` only creates an environment, so that no deadline includes imports."""
+    """Play the last turn of the `Episode` that `response` encodes. The score's `said` is JSON with the reply and
+    whether the episode has ended. An empty `response` only creates an environment, so that no deadline includes
+    imports."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:
@@ -233,7 +235,7 @@ class TurnTokens:
 
     def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
         """Return the truncated first message, the prompt without the start of the model's turn, and the ids that follow
-        it. Raises ConfigError if the prompt does not end with the template's start of a turn."""
+        the shortened prompt. Raises ConfigError if the prompt does not end with the template's start of a turn."""
         message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)

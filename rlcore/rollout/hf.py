@@ -209,7 +209,7 @@ def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"]
 
 
 def _uniforms(requests: Requests, count: int) -> np.ndarray:
-    """Return uniform random numbers in [0, 1), Float64[B, count], row i from the seed of request i."""
+    """Return uniform random numbers in [0, 1), Float64[B, count]. Row i is drawn with the seed of request i."""
     return np.stack([np.random.Generator(np.random.Philox(request.seed)).random(count) for request in requests])
 
 

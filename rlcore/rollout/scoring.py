@@ -124,7 +124,8 @@ class ScoringProcess:
 
 
 def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
-    """Return the function named `module:function`. Raises ConfigError naming `key` if it does not exist."""
+    """Return the function named `module:function`. If it does not exist, raises a ConfigError that names the setting
+    `key`."""
     return _require(resolve_scorer, name, f"{key}: must name a function as module:function")
 
 
@@ -141,7 +142,7 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
-    """Processes that score responses with `scorer`, the name `module:function` of a `Scorer`. If `num_processes` is 0,
+    """Processes that score responses. `scorer`: the `Scorer`, in the form `module:function`. If `num_processes` is 0,
     the calling process scores without a deadline. `section`: the settings that error messages name. `num_logged`: the
     maximum number of logged errors, and of logged timeouts. Raises ConfigError if the scorer does not exist."""
 
@@ -321,7 +322,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
         """Replace a process that has ended. Its current response is tried once more, because the process may have been
-        killed. A second end counts as an error of the response, or, during a first call, disables first calls."""
+        killed. If the next process also ends, the response counts as an error. During a first call, first calls are
+        disabled instead."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

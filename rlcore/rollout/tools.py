@@ -47,7 +47,7 @@ class Tools:
         self._truth = json.dumps({**truth, **({"seed": row[OWN_SEED]} if OWN_SEED in row else {})})
 
     def step(self, text: str) -> Turn:
-        """Run the calls of a turn. The reward is the change of the episode's score by this turn."""
+        """Run the calls of a turn. The reward is the amount by which this turn changes the episode's score."""
         calls = parse_calls(text)
         replies = [self._run_call(call) for call in calls]
         self._texts.append(text)

@@ -89,7 +89,8 @@ def folder_problem() -> str | None:
 
 def loopback_environment() -> Mapping[str, str]:
     """Return environment variables with which Ray listens only on loopback and requires this user's token. Create the
-    folder and the token if needed. Raises ConfigError if Ray cannot use the folder, for example another user's."""
+    folder and the token if needed. Raises ConfigError if Ray cannot use the folder, for example because it belongs to
+    another user."""
     folder, token = private_folder(), token_file()
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -124,8 +125,9 @@ def restrict_ray(ray_address: str | None) -> None:
 
 
 def address_of(given: str) -> str:
-    """Return a cluster's address, with 127.0.0.1 for localhost. For `auto`, this is the address in RAY_ADDRESS. If that
-    is unset, it is the running cluster of `millrace up --ray`. If neither exists, `auto` is returned."""
+    """Return a cluster's address, with 127.0.0.1 for localhost. For `auto`, this is the address in RAY_ADDRESS. If
+    RAY_ADDRESS is unset, this is the address of the running cluster of `millrace up --ray`. If there is no such cluster
+    either, `auto` is returned."""
     if given == "auto":
         own = own_head()
         given = os.environ.get("RAY_ADDRESS") or (own if own and unreachable(own) is None else given)

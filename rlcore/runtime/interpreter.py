@@ -93,8 +93,9 @@ def this_environment(names: tuple[str, ...] = PACKAGES) -> Environment:
 
 
 def trainer_environment(python: str | None, names: tuple[str, ...] = PACKAGES) -> Environment:
-    """Return the environment of the interpreter `python` (`runtime.python`), or of this process. Raises ConfigError if
-    it is no interpreter, lacks Millrace or torch, or has other files of Millrace than this process."""
+    """Return the environment of the interpreter `python` (`runtime.python`), or of this process if `python` is None.
+    Raises ConfigError if `python` is not an interpreter, lacks Millrace or torch, or has other Millrace files than this
+    process."""
     found = this_environment(names) if python is None else _ask(python, names)
     if missing := [name for name in ("torch", "transformers") if not found.has(name)]:
         remedy = _install(found.executable) if python else "Name the one of the trainer's environment"
@@ -142,7 +143,8 @@ def run_versions(python: str | None) -> dict[str, str]:
 
 
 def trainer_path(python: str) -> list[str]:
-    """Return the import path of the trainer's interpreter, and that of this process without installed packages."""
+    """Return the import path of the trainer's interpreter, followed by the import path of this process without its
+    installed packages."""
     found, library = trainer_environment(python), sysconfig.get_path("stdlib")
     own = (
         place

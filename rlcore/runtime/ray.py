@@ -52,7 +52,8 @@ class RankProcess(Worker):
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
-        """Yield the pickled items of a generator method. Pickling by Ray takes three times as long."""
+        """Yield the pickled items of a generator method. They are pickled here, because Ray's pickling takes three
+        times as long."""
         for item in getattr(self, verb)(*pickle.loads(arguments)):
             yield pickle.dumps(item)
 

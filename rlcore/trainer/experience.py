@@ -229,7 +229,8 @@ class ExperienceCollector:
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. `counted` weights rows by their pass counts, and None gives all rows equal weights."""
+        """Create a collector. `counted`: a sampler that weights rows by their pass counts, or None for equal
+        weights."""
         self._config, self._sampler, self._stream, self._counted = sampler.config, sampler, stream, counted
         self._prepared: dict[LoopState, list[SamplingRequest]] = {}
 

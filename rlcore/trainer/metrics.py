@@ -163,7 +163,8 @@ def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:
-    """Return the metrics of the tokens per rank, for a split in the order of the draws and for the balanced split."""
+    """Return metrics of the number of tokens per rank. They compare the split in the order of the draws with the
+    balanced split."""
     lengths = packed.sequence_lengths()
     drawn = torch.stack([part.sum() for part in lengths.chunk(len(sequences))]).float()
     balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in sequences])
@@ -180,7 +181,7 @@ def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> 
 def mismatch_metrics(
     packed: PackedBatch, old_logprobs: Float[Tensor, "T"], importance_weights: Float[Tensor, "T"] | None
 ) -> Metrics:
-    """Return metrics of how much the sampler's token probabilities differ from the trainer's."""
+    """Return metrics of the difference between the sampler's and the trainer's token probabilities."""
     mask = packed.loss_mask
     if not mask.any():
         return {}

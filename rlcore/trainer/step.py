@@ -203,7 +203,8 @@ class Trainer(GroupTrainer):
         of_sequence: Sequence[int] = (),
     ) -> Float[Tensor, "T ..."]:
         """Call `verb` on each rank with its sequences, and return the values in batch order. `of_sequence`: one value
-        per sequence. `verb` gets a list of the values of its rank, or `more` if `of_sequence` is empty."""
+        per sequence, or empty. On each rank, `verb` also gets the list of these values for its sequences. If
+        `of_sequence` is empty, `verb` gets the arguments `more` instead."""
         with clock.phase(phase):
             own = [([of_sequence[i] for i in mine],) if of_sequence else more for mine in shares.sequences]
             arguments = [
@@ -358,7 +359,8 @@ class SupervisedTrainer(GroupTrainer):
         self, verb: Callable[..., R], demonstrations: Sequence[Demonstration]
     ) -> tuple[PackedBatch, Sequence[Sequence[int]], list[R]]:
         """Call `verb` on each rank with its demonstrations. Return the batch, the sequences of each rank, and the
-        results. Copies of the last demonstration without a loss are added, so that all ranks get the same number."""
+        results. All ranks get the same number of demonstrations, because copies of the last demonstration are added.
+        These copies have no loss."""
         missing = -len(demonstrations) % self._group.world_size
         packed = pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])
         shares = self._assign(packed, packed.num_sequences).whole

@@ -63,10 +63,10 @@ class ForwardResults:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimated advantages and returns, with the input of the updates as `batch`. `kl_in_reward`: the mean KL
-    divergence from the reference per response token, without its coefficient. `teacher_kl`: this mean for the teacher.
-    `masked_share`: the share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the
-    update, or None if both are off."""
+    """The estimated advantages and returns. `batch`: the input of the updates. `kl_in_reward`: the mean KL divergence
+    from the reference per response token, without its coefficient. `teacher_kl`: the mean KL divergence from the
+    teacher per response token. `masked_share`: the share of response tokens that `algo.rejection` and
+    `algo.mask_truncated` exclude from the update, or None if both are off."""
 
     batch: TrainBatch
     rewards: Float[Tensor, "N"]  # the scores minus the KL penalty in the reward
@@ -98,8 +98,9 @@ def estimate(
 ) -> Estimate:
     """Compute advantages and returns with the method `algo.advantage`. Responses without a score are excluded.
 
-    A teacher gives each token the advantage `coef (log p_teacher - log p_old)` (Agarwal et al. 2024, arXiv:2306.13649),
-    or none with `algo.teacher.top_k`. `turn_rewards`: if None, the whole score is at the last token."""
+    A teacher gives each token the advantage `coef (log p_teacher - log p_old)` (Agarwal et al. 2024, arXiv:2306.13649).
+    With `algo.teacher.top_k`, a teacher gives no advantage. `turn_rewards`: if None, the whole score is at the last
+    token."""
     old_logprobs, ref_logprobs, values = forward.old_logprobs, forward.ref_logprobs, forward.values
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     kl: Tensor | None = None

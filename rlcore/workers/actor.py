@@ -146,7 +146,8 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def _non_finite_groups(self, batch: TrainBatch, objective: Callable[..., tuple[Any, ...]]) -> list[int]:
-        """Return the prompts, by number within the step, that have a response with a non-finite loss on any rank."""
+        """Return the prompts that have a response with a non-finite loss on any rank. Each prompt is given by its
+        number within the step."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             if not torch.isfinite(objective(to_device(batch, [index], self._device))[0]):
@@ -159,8 +160,9 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, total: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the loss that `warm_start.loss` names. Its sum is divided by `total`, the number
-        of targets or pairs on all ranks. A non-finite step raises NonFiniteError and changes no weight."""
+        """Take one optimizer step on the loss that `warm_start.loss` names. The summed loss is divided by `total`,
+        which is the number of targets or of pairs on all ranks. A non-finite step raises NonFiniteError and changes no
+        weight."""
         return self.take_step(
             batch,
             num_micro,

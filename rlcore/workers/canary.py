@@ -24,10 +24,10 @@ _RESPONSES_PER_PROMPT = 4
 _RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""The largest accepted difference at the first sync, by type. Tensors with random values give 1 to 10."""
+"""The largest accepted difference at the first sync, for each number type. Tensors with random values give 1 to 10."""
 NOISE_FACTOR = 4.0  # factor by which a later difference may exceed the difference of the first sync
 MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""The smallest bound at later syncs, by type. Rounding differences may grow in training."""
+"""The smallest bound at later syncs, for each number type. Rounding differences may grow in training."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,9 @@ class OomRetry:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """The peak GPU memory since the process started, in GB of 1e9 bytes, without memory that a sleeping engine has
-    released. `num_retries`: the number of passes that ran out of memory. `shortages`: these since the last report."""
+    """The peak GPU memory since the process started, in GB of 1e9 bytes. Memory that a sleeping engine has released is
+    excluded. `num_retries`: the number of passes that ran out of memory since the start. `shortages`: the passes that
+    ran out of memory since the last report."""
 
     allocated_gb: float
     reserved_gb: float

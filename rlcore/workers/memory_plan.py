@@ -33,7 +33,7 @@ MAX_MICRO_BATCH_TOKENS = 65_536  # largest token budget that is tried. Larger mi
 ENOUGH_TOKENS = 16_384  # smallest token budget with which the engine stays awake
 SHORT_PASS_TOKENS = 8_192
 """The maximum number of tokens in a vLLM pass if the cache cannot hold all responses. A longer pass takes memory from
-the cache: a 7B model in 24 GB took 17.9 s for 512 responses, and 77 s with passes of 32,768 tokens."""
+the cache. For example, a 7B model in 24 GB took 17.9 s for 512 responses, but 77 s with passes of 32,768 tokens."""
 FREE_SHARE = 0.08
 """The share of the device that automatic settings leave free for fragmentation (7 to 9% on an H200) and plan errors."""
 GB = 1e9
@@ -117,8 +117,9 @@ def update_activation_bytes(
     shape: ModelShape, itemsize: int, *, recompute: bool, offload: bool = False, compiled: bool = False
 ) -> int:
     """Return the bytes per token that a forward pass keeps for the backward pass. With `recompute`, it keeps the inputs
-    of all layers (with `offload`, of one layer), and the activations and feed-forward gradients of one layer. With
-    `recompute`, 131,040 tokens of a 1.5B model took 50.2 GB on an H200. The plan says 49.2 GB."""
+    of all layers, and the activations and feed-forward gradients of one layer. If `offload` is also set, it keeps the
+    inputs of only one layer. With `recompute`, 131,040 tokens of a 1.5B model took 50.2 GB on an H200. The plan says
+    49.2 GB."""
     layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
     inputs = (1 if offload else shape.layers) * itemsize * shape.hidden
@@ -320,8 +321,8 @@ def detect_device(config: RunConfig) -> Device:
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
     """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses the engine's memory
-    share, largest pass and sleep level, the token budget, offloading and recomputation. Otherwise, or for a device of
-    unknown size, the settings stay unchanged."""
+    share, the engine's largest pass, the engine's sleep level, the token budget, offloading and recomputation.
+    Otherwise, or for a device of unknown size, the settings stay unchanged."""
     if config.runtime.fit_memory != "auto" or device.total_bytes is None:
         return config, plan_memory(config, shape, device)
     for variant, least in variants(config):
@@ -380,9 +381,9 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """Yield variants of the settings, each with its smallest acceptable token budget. The first is the fastest: nothing
-    is offloaded or recomputed, and vLLM stays awake. Each later variant adds one saving: vLLM sleeps, frozen models are
-    offloaded, moments are offloaded, layers are recomputed, inputs of layers are offloaded."""
+    """Yield variants of the settings, each with its smallest acceptable token budget. In the first and fastest variant,
+    nothing is offloaded or recomputed, and vLLM stays awake. Each later variant adds one saving: vLLM sleeps, frozen
+    models are offloaded, moments are offloaded, layers are recomputed, inputs of layers are offloaded."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
@@ -424,7 +425,8 @@ def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> R
 
 
 def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
-    """Return the settings with the largest token budget whose plan fits, or None if it is below `least`."""
+    """Return the settings with the largest token budget whose plan fits. Budgets below `least` are not tried. Return
+    None if no plan fits."""
     for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
         found = with_values(config, {"trainer.max_tokens_per_micro_batch": budget})
         if plan_memory(found, shape, device).peak_bytes <= available_bytes(device):

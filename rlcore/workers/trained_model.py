@@ -1,4 +1,4 @@
-"""Micro-batched passes and optimizer steps of one model, policy or critic, on one rank."""
+"""Micro-batched passes and optimizer steps of one model on one rank. The model is the policy or the critic."""
 
 import functools
 import gc
@@ -98,8 +98,9 @@ class MicroBatchRunner:
     """An object that runs one kind of pass in as many micro-batches as the memory requires. The token budget gives a
     number of micro-batches, which is multiplied by `factor`. On a single rank, the factor doubles when memory runs out,
     and halves after many successful passes. Several ranks, which wait for each other in collectives, raise an error
-    instead, and only `Worker.split_micro_batches` changes their factor. `recover`: resets the model after a failed
-    pass. `shape`: the model's shape to balance the computing cost over ranks, or None to balance tokens."""
+    instead, and only `Worker.split_micro_batches` changes their factor. `recover`: a function that resets the model
+    after a failed pass. `shape`: the model's shape, with which the computing cost is balanced over ranks. If it is
+    None, tokens are balanced."""
 
     def __init__(
         self,
@@ -182,7 +183,8 @@ class MicroBatchRunner:
 @dataclass(frozen=True, slots=True)
 class ModelUpdate(Generic[S]):
     """The result of one optimizer step on one rank. `applied`: False if the gradient norm was above
-    `alarms.grad_norm_above`. `logprobs` Float[T]: the requested log-probabilities before the step in batch order."""
+    `alarms.grad_norm_above`. `logprobs` Float[T]: the log-probabilities before the step, in batch order, or None if
+    they were not requested."""
 
     stats: S
     grad_norm: float
@@ -192,7 +194,7 @@ class ModelUpdate(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One rank's share of an optimizer step. The denominator counts the sequences of all ranks."""
+    """One rank's share of an optimizer step. `denominator` is counted over all ranks."""
 
     sequences: range
     num_micro: int
@@ -263,7 +265,8 @@ class TrainedModel(Generic[Model]):
         max_norm: float = math.inf,
     ) -> ModelUpdate[S]:
         """Take one optimizer step, unless the gradient norm is above `max_norm`. Raises NonFiniteError without a step
-        if the norm or a statistic is not finite on some rank. `loss` and `why` begin and end the error's message."""
+        if the norm or a statistic is not finite on some rank. The error's message begins with the result of `loss` and
+        ends with that of `why`."""
         packed = batch.packed if isinstance(batch, TrainBatch) else batch
         statistics, logprobs = self.update_pass.run(
             lambda parts: self._accumulate(batch, packed, parts, objective), packed, num_micro

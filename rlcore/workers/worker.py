@@ -220,7 +220,8 @@ class Worker:
         return self.reference.logprobs(batch, num_micro)
 
     def teacher_logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
-        """Return the log-probability of each response token under a teacher: `chosen[i]` for response i."""
+        """Return the log-probability of each response token under a teacher. `chosen[i]` is the teacher of response
+        i."""
         self._sleep_engine()
         return run_teachers(FrozenPolicy.logprobs, self.teachers, batch, num_micro, chosen)
 

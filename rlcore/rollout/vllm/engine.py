@@ -1,6 +1,7 @@
 """The `RolloutEngine` with vLLM in the worker's process. Responses to one prompt share the prefill through the prefix
-cache. Neighbouring ranks may share an engine (`rollout.tensor_parallel_size`), each with a part of every matrix. Every
-rank then runs vLLM's scheduler with the same requests, order and seeds, so all ranks make the same decisions."""
+cache. Neighbouring ranks may share an engine (`rollout.tensor_parallel_size`). Each of these ranks then holds a part of
+every matrix. Each also runs vLLM's scheduler with the same requests, order and seeds, so all ranks make the same
+decisions."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ _MAX_IDLE_STEPS = 10_000  # maximum number of consecutive vLLM steps without out
 
 
 class EngineRanks:
-    """The ranks that share this rank's engine. It uses vLLM's process group, so create it after vLLM."""
+    """The ranks that share this rank's engine. Create the object after vLLM, because it uses vLLM's process group."""
 
     def __init__(self, size: int) -> None:
         self._group = None
@@ -125,7 +126,8 @@ class VllmEngine(RolloutEngine):
                 core.abort_requests(list(writing))
 
     def _agree(self, cut: TailCut, names: Sequence[str]) -> None:
-        """Exchange lengths with the other ranks. If the bound has fallen, lower the limits of the requests `names`."""
+        """Exchange lengths with the other ranks. If the bound has fallen, lower the limits of the requests whose ids
+        are `names`."""
         before = cut.bound
         cut.agree()
         if cut.bound < before:

@@ -205,7 +205,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _all_decode(self, order: Any) -> bool:
-        """Return whether each request has finished its prompt, and gets a token in this step or has all its tokens."""
+        """Return whether the prompts of all running requests are processed, and each request gets a token in this step
+        or already has all its tokens."""
         counts = order.num_scheduled_tokens
         return all(
             not request.is_prefill_chunk

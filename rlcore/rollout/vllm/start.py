@@ -24,7 +24,8 @@ _MEMORY_FREED_MESSAGE = "error in memory profiling"
 _MEMORY_TAKEN_MESSAGE = "Memory usage increased after sleeping"
 _MAX_GRAPH_BATCH = 512  # batch size of the largest CUDA graph that vLLM captures by default
 _UNSPLIT_TOKENS = 2_048
-"""The longest sequence whose attention is not split. Splitting takes a twelfth of a small model's generation time."""
+"""The number of tokens of the longest sequence whose attention is not split. Splitting takes a twelfth of a small
+model's generation time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class EngineShape:
 def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
     """Start a `vllm.LLMEngine` in this process and its process group, with random weights, so that a missing tensor is
     noticed. Raises EngineError if vLLM is missing or cannot run this model with these settings. Raises WorkerLostError
-    if another process freed GPU memory, which vLLM rejects. A restart may succeed."""
+    if vLLM failed because another process freed GPU memory meanwhile. A restart may then succeed."""
     require_vllm()
     if shape.device.type == "cuda":
         problem = unsupported_dtype(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), shape.dtype)
@@ -165,7 +166,7 @@ def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype
 
 
 def logprobs_mode(settings: RolloutConfig) -> str:
-    """Return the vLLM mode whose log-probabilities are those of the trainer: with temperature, without top_p. The
+    """Return the vLLM mode that gives the trainer's log-probabilities, which include the temperature but not top_p. The
     settings reject a temperature together with top_p, so `raw` (before both) or `processed` (after both) fits."""
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
 
@@ -213,8 +214,8 @@ def start_failure_message(error: BaseException, shape: EngineShape, settings: Ro
 
 def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
     """Return the bytes of a cache for `rollout.max_num_seqs` responses of full length, within `rollout.memory_share`.
-    Return None if the share is too small or the model's shape is unknown. vLLM then measures and takes the free memory,
-    which fails if another process takes or frees GPU memory meanwhile."""
+    Return None if the share is too small or the model's shape is unknown. vLLM then measures the free memory and takes
+    it. The measurement fails if another process takes or frees GPU memory meanwhile."""
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
