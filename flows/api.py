@@ -1,4 +1,4 @@
-"""The public Python API. It runs the stages of `millrace train` and a report, without Prefect."""
+"""The public Python API. It runs the stages of `millrace train` and writes a report. It does not use Prefect."""
 
 import logging
 from dataclasses import dataclass
@@ -64,7 +64,10 @@ class Run:
         return pd.DataFrame([dict(record.metrics) for record in records], index=index)
 
     def validation(self, name: str = "after") -> ValidationResult:
-        """Return a validation: `before`, `after` or the name of a checkpoint. Raises DataError if it does not exist."""
+        """Return the validation `name`, which is `before`, `after` or the name of a checkpoint.
+
+        Raises DataError if the validation does not exist.
+        """
         file = self.layout.validation / f"{name}.json"
         if not file.is_file():
             there = sorted(each.stem for each in self.layout.validation.glob("*.json"))

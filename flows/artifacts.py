@@ -53,7 +53,8 @@ def artifact_key(subject: str, content: str) -> str:
 
 
 def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact with the key `of`-`what`. `data` returns Markdown, or JSON rows if `kind` is `table`."""
+    """Create an artifact whose key joins `of` and `what`. `data` returns Markdown, or JSON rows if `kind` is
+    `table`."""
     log_failure(lambda: _create(of, what, description, data, kind))
 
 
@@ -273,7 +274,7 @@ class RunReporter:
 
 @contextmanager
 def report_to_task(run: OpenRun) -> Iterator[None]:
-    """Send the trainer's events and log lines to Prefect, and the events to the display, inside the `with` block."""
+    """Send the trainer's events and log lines to Prefect inside the `with` block. The display also gets the events."""
     reporter = RunReporter(run)
 
     def event(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The command line of Millrace, with the exit code and the error message of the process.
+"""The command line of Millrace. This module also sets the exit code and reports the error of the process.
 
 A command's docstring is its help. A command imports large packages only when it runs.
 """
@@ -90,9 +90,10 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Replace each closed standard stream by the null device. In an open output, escape unencodable characters.
+    """Replace each closed standard stream by the null device.
 
-    Without the null device, the next file that this process opens would become the closed stream.
+    The open outputs escape characters that they cannot encode. Without the null device, the next file that this process
+    opens would become the closed stream.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -102,7 +103,10 @@ def open_standard_streams() -> None:
 
 
 def extend_module_path() -> None:
-    """Append the source folder to the module path, then the working folder, which must not hide our package `data`."""
+    """Append the source folder and then the working folder to the module path.
+
+    The working folder comes last, because it must not hide our package `data`.
+    """
     sys.path.append(str(SOURCE_FOLDER))
     with suppress(FileNotFoundError):  # a deleted folder; each command reports it
         sys.path.append(str(Path.cwd()))

@@ -31,7 +31,7 @@ _EXPERIMENT_SCHEMA = {
     "pattern": rf"^({'|'.join(_NAMES)}|.*\.ya?ml)$",  # repeated for Prefect's message about a wrong name
 }
 Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EXPERIMENT_SCHEMA, {"type": "null"}]})]
-"""A name in `conf/experiment`, a file's path, or None for the defaults. Prefect shows a field for a name or a path."""
+"""A name in `conf/experiment`, a file's path, or None for the defaults. Prefect's form accepts a name or a path."""
 NO_STRINGS: list[str] = []  # default of list parameters; no flow changes it
 Seed = Annotated[int | None, Field(ge=0, lt=2**31)]
 Count = Annotated[int | None, Field(ge=1)]

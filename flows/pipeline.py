@@ -52,7 +52,7 @@ R = TypeVar("R")
 LAST_STAGE: Final = "report"  # last stage of a whole run
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
-"""The command that runs an experiment up to this stage. For any other stage, the command is `train`."""
+"""The command that runs an experiment up to the stage in the key. For any other stage, the command is `train`."""
 
 
 def flow_run_name() -> str:
@@ -112,7 +112,10 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Name and tag the flow run. Log the command for the same work without Prefect, and settings without effect."""
+    """Name and tag the flow run. Log the command that does the same work without Prefect.
+
+    The settings that have no effect are also logged.
+    """
     name, what = run_id(settings.config), _flow_or_stage()
     label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
     artifacts.log_command(join(settings.command(verb)))

@@ -61,7 +61,10 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """A display that labels each line. `later_s`: the expected time of the runs after this run, or None."""
+    """A display that labels each line.
+
+    `later_s` is the total time in seconds that the later runs are expected to take, or None.
+    """
 
     def __init__(self, shown: Display, label: str, later_s: float | None = None) -> None:
         self._shown, self._label, self._later_s = shown, label, later_s
@@ -274,7 +277,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _metrics_by_kind(values: Mapping[str, str]) -> str:
-    """Return held-out metrics as text. Rewards and shares of solved problems are labelled and separated."""
+    """Return held-out metrics as text. The rewards and the shares of solved problems form two labelled lists."""
     labels = _labels(list(values))
     kinds = {"reward": [name for name in values if "/pass_at_" not in name]}
     kinds["share solved"] = [name for name in values if name not in kinds["reward"]]

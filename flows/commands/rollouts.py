@@ -148,8 +148,8 @@ def audit(
 def ground_truth_converter(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
     """Return a function that converts a recorded ground truth (JSON) to the form that `scorer` expects.
 
-    If each row of the run names a scorer, the ground truth contains this name. The function removes the name
-    unless the run's own scorers are used.
+    If each row of the run names a scorer, the ground truth contains this name. The returned function
+    removes the name, unless the run's own scorers are used.
     """
     from rlcore.config.data import BY_ROW
     from rlcore.rollout.by_part import without_scorer

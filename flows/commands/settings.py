@@ -1,4 +1,7 @@
-"""The settings on the command line: arguments, `--root`, checks of options, and the output of `--cfg` and `--info`."""
+"""Functions for the settings on the command line.
+
+They parse arguments and `--root`, check options, and print the output of `--cfg` and `--info`.
+"""
 
 import inspect
 import os
@@ -34,7 +37,7 @@ _HYDRA = {
     "--experimental-rerun": "The command of a run is in its run.json and its report; it resumes the run",
     **dict.fromkeys(("-sc", "--shell-completion"), "Write millrace --install-completion"),
 }
-"""The advice in error messages about options and values of Hydra that a command does not have."""
+"""The advice in error messages about Hydra's options, and values of these options, that no command supports."""
 
 
 class CommandGroup(TyperGroup):
@@ -102,7 +105,8 @@ def _usage_error(error: Any) -> ConfigError:
 def command_group(
     sections: Mapping[str, Mapping[str, Callable[..., None]]], description: str, **more: Any
 ) -> typer.Typer:
-    """Return a typer group. `sections` has the commands of each section of its help. Examples are not wrapped."""
+    """Return a typer group. `sections` has the commands for each section of the group's help. Examples are not
+    wrapped."""
     group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
     for section, name, command in ((section, *one) for section, each in sections.items() for one in each.items()):
         short, _, examples = inspect.cleandoc(command.__doc__ or "").partition("\n\nExamples:\n")

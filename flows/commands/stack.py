@@ -78,7 +78,7 @@ def metrics(
         typer.Option(metavar="FILE", help="Replace this file, for node_exporter's textfile collector."),
     ] = None,
 ) -> None:
-    """Print the metrics of a root in Prometheus's text format: runs, steps, speed, slots, services, disk space.
+    """Print metrics of a root (runs, steps, speed, slots, services, disk space) in Prometheus's text format.
 
     Examples:
       millrace metrics

@@ -81,7 +81,7 @@ def compare(
     uri: Uri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
 ) -> None:
-    """Compare settings, curves, metrics and costs of runs with those of the first. Metrics have confidence intervals.
+    """Compare runs with the first run: settings, curves, metrics and costs. Metrics have confidence intervals.
 
     Examples:
       millrace compare countdown_demo-s1 countdown_demo-s2
@@ -229,7 +229,7 @@ def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
 
 
 def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return the addresses of MLflow pages. If no server runs, the last address ends with the command to start it."""
+    """Return the addresses of MLflow pages. If no server runs, add the command that starts one to the last address."""
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI
 

@@ -59,7 +59,7 @@ class LocalServer:
     """A Prefect server that ends with this process. Only this process and its children know the login.
 
     Prefect's own ephemeral server would outlive a killed process and accept any Host header. Another user could take
-    the port of the ephemeral server. That server could not start while Prefect is imported.
+    the port of the ephemeral server. The ephemeral server would also start later, after the import of Prefect.
     """
 
     def __init__(self, home: Path) -> None:
@@ -170,7 +170,7 @@ def is_reachable(url: str) -> bool:
 
 
 def _require_prefect(url: str) -> None:
-    """Check that a Prefect server of the minor version installed here answers at `url` and accepts our login."""
+    """Check that a Prefect server answers at `url`, has the installed minor version, and accepts our login."""
     what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL to start one here."
     try:
         _check_health(url, ANSWER_WAIT_S)

@@ -3,7 +3,8 @@
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
 The launcher asks the kernel to send SIGTERM when the parent's thread that started the launcher ends. The launcher then
-replaces itself by the command. This takes 20 ms. A `preexec_fn` is not used: it may deadlock if a process has threads.
+replaces itself with the command. This takes 20 ms. A `preexec_fn` is not used, because it may deadlock if a process
+has threads.
 """
 
 import ctypes

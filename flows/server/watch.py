@@ -1,7 +1,8 @@
-"""Detection of a cancellation or suspension of this process's flow run that was requested at the Prefect server.
+"""A watch on this process's flow run. It notices when a user cancels or suspends the flow run at the Prefect server.
 
-The process polls its state, because Prefect's signals are incomplete. The event of a suspension may precede the state
-in the database. A worker of Prefect 3.7 does not cancel a flow run again after a retry. A dead worker cancels nothing.
+The watch polls the state of the flow run, because Prefect's signals are incomplete. The event of a suspension may
+precede the state in the database. A worker of Prefect 3.7 does not cancel a flow run again after a retry. A dead worker
+cancels nothing.
 """
 
 import logging
@@ -37,7 +38,8 @@ ENGINE = "prefect.engine"
 
 
 class FlowCancelledError(Abort):
-    """The error that ends a cancelled or stopped flow run, unless a worker ends it. The trainer has saved before."""
+    """The error that ends a cancelled or stopped flow run, unless a worker ends it. The trainer saves before the
+    end."""
 
 
 class _FlowRunWatch:
@@ -85,7 +87,10 @@ _watch: _FlowRunWatch | None = None
 
 @contextmanager
 def watch_flow_run() -> Iterator[None]:
-    """Watch this process's flow run inside the block. The block's locks are free before the state is Cancelled."""
+    """Watch this process's flow run inside the block.
+
+    A stopped flow run is set to Cancelled only after the block has ended and released its locks.
+    """
     global _watch
     run_id = UUID(str(flow_run.id))
     watch = _watch = _FlowRunWatch(run_id, is_deployed=bool(deployment.id))
@@ -199,7 +204,8 @@ def set_flow_run_state(state: State[object]) -> None:
 
 
 def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
-    """Return a context manager that limits the retries if the Prefect server is down. Entering it takes 60 ms."""
+    """Return a context manager that limits the retries of requests to a Prefect server that is down. Entering it takes
+    60 ms."""
     return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 

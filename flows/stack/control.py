@@ -128,7 +128,10 @@ def _stack_lock(root: Path) -> HeldLock:
 
 
 def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
-    """Check that requested ports are free, and that running servers have the installed version and requested port."""
+    """Check that the requested ports are free. Check the version and the port of each running server.
+
+    A running server must have the installed version and the requested port.
+    """
     down_first = f"`millrace down --root {quote(str(root))}`"
     for name, port in ports.items():
         service = state.running_service(name)

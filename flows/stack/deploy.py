@@ -91,7 +91,7 @@ def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
 
 
 def apply_deployments() -> None:
-    """Apply the file of deployments by Prefect's command, which keeps schedules and resumes paused deployments."""
+    """Apply the file of deployments with Prefect's command, which keeps schedules and resumes paused deployments."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
     done = subprocess.run(command, cwd=SOURCE_FOLDER, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -102,7 +102,7 @@ NULL_TYPE = {"type": "null"}
 
 
 def simplify_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
-    """Let users clear the optional fields of a deployment's form, and pause or resume the deployment."""
+    """Make the optional fields of a deployment's form clearable. Pause or resume the deployment."""
     schema = without_null_types(deployment.parameter_openapi_schema or {})
     client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
 
@@ -167,7 +167,7 @@ CANCELLED_RUNS = AutomationCore(
 
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
-    """Create or update the automations that notify users by the notification block `block`."""
+    """Create or update the automations that notify users through the notification block `block`."""
     block_id = _notification_block(client, block)
     for name, trigger, subject, body in NOTIFICATIONS:
         action = SendNotification(block_document_id=block_id, subject=subject, body=body)

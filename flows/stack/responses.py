@@ -106,7 +106,10 @@ class _Runs:
         return JSONResponse(to_finite_json({"total": len(found), "rows": rows}))
 
     def same_prompt(self, request: Request) -> Response:
-        """Return all responses to a prompt at one step with their tokens, and the prompt's mean score per step."""
+        """Return all responses to a prompt at one step, including their tokens.
+
+        The answer also has the prompt's mean score at each step.
+        """
         layout = self._layout(request.query_params.get("run", ""))
         found, visits = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))
         decode = load_decoder(layout.run_json)

@@ -4,7 +4,8 @@
     python -m flows.stack.serve one-command FD  the server of one command (`flows.server.api`) on an open socket
 
 `prefect server start` has no option for a guard. Clients of the open socket FD wait until the server is up. `mlflow
-server` gets `guarded_mlflow` from `pyproject.toml`. Secrets are in the environment, as any user can see a command line.
+server` gets `guarded_mlflow` from `pyproject.toml`. Secrets are in the environment, because any user can see a command
+line.
 """
 
 import asyncio
@@ -37,8 +38,9 @@ log = logging.getLogger(__name__)
 class Guard:
     """An ASGI application that passes the requests of our own clients and pages to `app`.
 
-    It refuses a Host header that does not name the loopback interface (DNS rebinding), and pages of another origin.
-    Requests other than `/health` need `login` (`user:password`). If `login` is None, `app` checks logins.
+    It refuses a request whose Host header does not name the loopback interface (DNS rebinding). It also refuses
+    requests that are caused by pages of another origin. Requests other than `/health` need `login` (`user:password`).
+    If `login` is None, `app` checks logins.
     """
 
     def __init__(self, app: ASGIApp, login: str | None = None) -> None:
@@ -106,8 +108,10 @@ def _has_login(authorization: str, login: str) -> bool:
 
 
 class SlotsLimit:
-    """An ASGI application in front of Prefect's server. It makes the limit `millrace-slots` show the root's slots.
-    The limit is updated before a client reads it. It is only for display: the slots' locks decide which runs train.
+    """An ASGI application in front of Prefect's server. It keeps the limit `millrace-slots` equal to the root's slots.
+
+    The limit is updated before a client reads it. Prefect only displays this limit. The slots' locks decide which runs
+    train.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:

@@ -96,7 +96,7 @@ def start_mlflow(root: Path, port: int | None, state: StackState, *, tether: boo
 
 
 def start_ray(root: Path, state: StackState) -> Service:
-    """Start a Ray head for this user on this machine. Runs join it by the setting `runtime.ray_address`."""
+    """Start a Ray head for this user on this machine. Runs join it through the setting `runtime.ray_address`."""
     port = _choose_port(state, "ray", default=6379)
     ray = str(Path(sys.executable).parent / "ray")
     if not Path(ray).is_file():
@@ -127,7 +127,7 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
 
 
 def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
-    """Return the environment variables with Prefect's settings and our code path for all processes of the stack."""
+    """Return environment variables for all processes of the stack. They have Prefect's settings and our code path."""
     return {
         **PREFECT_ENVIRONMENT,
         "PREFECT_HOME": str(root / "prefect"),
@@ -247,7 +247,7 @@ def stop_server(process: psutil.Process) -> None:
 
 
 def stop_flows(flows: Sequence[psutil.Process]) -> None:
-    """Send SIGTERM to flow runs, wait, and kill their remaining processes except trainers, which still save."""
+    """Send SIGTERM to flow runs and wait. Then kill their other processes, but not the trainers, which still save."""
     family = [member for flow in flows for member in (flow, *_descendants(flow))]
     for flow in flows:
         with suppress(psutil.NoSuchProcess):

@@ -27,8 +27,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A process of the stack. `born`: the start time of the process. `version`: the version of a server at its start.
-    `ready_url`: a page that answers once the service is up. A missing address is ''.
+    """A process of the stack. `born` is the start time of the process.
+
+    `version` is the version with which a server was started. `ready_url` is a page that answers once the service is up.
+    A missing address is ''.
     """
 
     name: str
@@ -134,7 +136,7 @@ def default_mlflow_database(root: Path) -> str:
 
 
 def served_mlflow(uri: str, root: Path) -> str:
-    """Return the address of the stack's MLflow server, or '' if it is down or serves another store than `uri`."""
+    """Return the address of the stack's MLflow server, or '' if it is down or serves a store other than `uri`."""
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     service = read_stack(root).running_service("mlflow")
     return service.url if service is not None and uri == default_mlflow_database(root) else ""
@@ -181,13 +183,13 @@ def set_mlflow_login(uri: str, root: Path) -> str:
 
 
 def with_stack_store(tracking: TrackingConfig, root: Path) -> TrackingConfig:
-    """Return the tracking settings, with the store of the stack if the settings name no store."""
+    """Return the tracking settings. If they name no store, use the store of the stack."""
     uri = stack_tracking_uri(root) if tracking.uri is None else set_mlflow_login(tracking.uri, root)
     return tracking if uri == tracking.uri else tracking.model_copy(update={"uri": uri})
 
 
 def with_stack_tracking(config: RunConfig) -> RunConfig:
-    """Return the settings of a run, with the store of the stack if the settings name no store."""
+    """Return the settings of a run. If they name no MLflow store, use the store of the stack."""
     tracking = with_stack_store(config.tracking, Path(config.paths.root))
     return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})
 

@@ -1,4 +1,7 @@
-"""The stages that build rows: dataset, filter, suites and demonstrations, and the inputs of the training."""
+"""The stages that build rows: dataset, filter, suites and demonstrations.
+
+The module also finds the inputs of the training.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +29,8 @@ def root_of(config: RunConfig) -> Path:
 
 
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build the dataset of a run or suite unless it exists. The result warns of references that miss the full score."""
+    """Build the dataset of a run or suite unless it exists. The result warns of references that do not earn the full
+    score."""
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
     return replace(made, warning=check_parts(config, splits))
 

@@ -101,7 +101,7 @@ class Evaluate(Stage[list[ValidationResult]]):
 
 
 def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) -> ValidationSummary | None:
-    """Return the stored validation `name`, or None if it does not exist or is of another step or of other settings."""
+    """Return the stored validation `name`, or None if there is none for this step and these settings."""
     file = layout.validation / f"{name}.json"
     if (known := _find_result(file, step, config.validation)) is None:
         return None
@@ -121,7 +121,7 @@ def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) 
 def find_suite_results(
     config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
 ) -> list[ValidationResult] | None:
-    """Return the result of each suite, or None if a result is missing or is of another step or of other settings."""
+    """Return the result of each suite, or None if a suite has no result for this step and these settings."""
     found = []
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:

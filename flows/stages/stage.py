@@ -1,4 +1,4 @@
-"""The interface of a stage, and the trials of user code and files that precede any expensive work."""
+"""The interface of a stage, and the trials of user code and files. The trials precede any expensive work."""
 
 import subprocess
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ LOSS_DEADLINE_S = 120.0  # seconds for a trial of loss and advantage, most of th
 FIRST_CALL_S = 60.0  # seconds beyond `reward.deadline_s` for the start of a scoring process and the scorer's imports
 JUDGE_FAILURE = "JudgeError: "  # prefix of a scorer's failure where its judge gave no verdict (`data.judge`)
 WRONG_RESPONSE = "0"
-"""A response that is wrong for most tasks. A scorer is tried on the solution, this response and an empty one."""
+"""A response that is wrong for most tasks. A scorer is tried on the solution, this response and an empty response."""
 
 
 class Trial:

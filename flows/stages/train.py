@@ -80,7 +80,7 @@ def _stop_rule(warm: WarmStartConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PassRateTable:
-    """A table of pass rates, with the number of training rows (`rows`) and the number of rows to train on (`kept`)."""
+    """A table of pass rates. `rows` is the number of training rows. `kept` is the number that the training uses."""
 
     directory: Path
     rows: int

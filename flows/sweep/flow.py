@@ -166,7 +166,7 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return the mean over the seeds of each held-out problem's score, or {} without pruning."""
+        """Return the score of each held-out problem, averaged over the seeds. Without pruning, return {}."""
         if self._sweep.spec.pruning is None:
             return {}
         found = [problem_scores_of(member.config, metric, step) for member in members]
@@ -181,7 +181,7 @@ STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops, since P
 
 
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
-    """Run a sweep whose settings are already checked. Prefect records the parameters that produced the settings."""
+    """Run a sweep whose settings are already checked. Prefect records `spec` and `overrides`."""
     most = checked.spec.budget
     result = call_flow(
         checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers)

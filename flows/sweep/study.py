@@ -1,6 +1,7 @@
-"""The points of a sweep as trials of an Optuna study, with their order, scores, pruning and runs.
+"""The Optuna study of a sweep. Each point of the sweep is a trial of the study.
 
-Several processes may share the study, a journal in the sweep's folder. A failed or interrupted trial is queued again.
+The study orders and prunes the points, and stores their scores and runs. It is a journal in the sweep's folder, which
+several processes may share. A failed or interrupted trial is queued again.
 """
 
 import json
@@ -39,7 +40,7 @@ from rlcore.tracking.journal import read_journal
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""The attributes of a point's trial. If a trial has no settings, its process was killed during the creation."""
+"""The attributes of a point's trial. If a trial has no settings, the process that created it was killed."""
 SEED_STRIDE = 100_003  # distance between the sampler seeds of two search seeds; each point has its own
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
@@ -56,7 +57,7 @@ class PairedPruner(BasePruner):
         self._confidence = confidence
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Return whether the trial must end at its last step."""
+        """Return whether the trial must end at the last step for which it has a score."""
         step = trial.last_step
         if step is None:
             return False
@@ -76,12 +77,12 @@ class PairedPruner(BasePruner):
 
 
 def problem_scores_key(step: int) -> str:
-    """Return the name of the trial attribute with the score of each problem at a step."""
+    """Return the name of the trial attribute that has the score of each problem at a step."""
     return f"problems at {step}"
 
 
 def points_of(study: optuna.Study) -> dict[int, FrozenTrial]:
-    """Return the newest trial of each point by the point's number."""
+    """Return the newest trial of each point. The keys are the numbers of the points."""
     trials = [one for one in study.get_trials(deepcopy=False) if SETTINGS in one.user_attrs]
     found = {one.user_attrs[POINT]: one for one in trials}
     return dict(sorted(found.items()))
@@ -106,7 +107,7 @@ class SweepStudy:
             )
 
     def points(self) -> dict[int, FrozenTrial]:
-        """Return the newest trial of each point by the point's number."""
+        """Return the newest trial of each point. The keys are the numbers of the points."""
         return points_of(self.optuna)
 
     def num_left(self) -> int:
@@ -167,7 +168,7 @@ class SweepStudy:
 
 
 class BudgetTracker:
-    """The runs, steps and hours that one call of a sweep has used, stored in the study for all its processes."""
+    """The runs, steps and hours that one call of a sweep has used. They are stored in the study for all processes."""
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
         self.call = call
@@ -179,7 +180,10 @@ class BudgetTracker:
             self._write({"budget": budget, "begun": time.time(), "runs": [], "steps": 0, "ended_by": ""})
 
     def read(self) -> dict[str, Any]:
-        """Return the used budget: `runs` (ids), `steps` (a number) and `ended_by`, the exhausted budget or ''."""
+        """Return the used budget. `runs` has the ids of runs, and `steps` is a number.
+
+        `ended_by` is the limit that is used up, such as `10 runs`, or ''.
+        """
         found: dict[str, Any] = self._study.user_attrs[self._name]
         return found
 
@@ -203,7 +207,7 @@ class BudgetTracker:
         return (time.time() - known["begun"]) / done * steps if done > 0 else None
 
     def refund(self, steps: int) -> None:
-        """Give back to the budget the reserved steps that a run has not done."""
+        """Release the reserved steps that a run has not done."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})
@@ -240,7 +244,7 @@ def load_checked_sweep(spec: str | Mapping[str, Any], overrides: list[str], budg
 
 @dataclass(slots=True)
 class Member:
-    """The training run of one point with one seed, its newest checkpoint and its latest score."""
+    """The training run of one point with one seed. `step` is the step of its newest checkpoint."""
 
     seed: int
     settings: RunSettings
@@ -310,7 +314,10 @@ def score_at(config: RunConfig, metric: str, step: int) -> float | None:
 
 
 def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, float]:
-    """Return a metric of each held-out problem by the problem's id, or {} if the responses are not stored."""
+    """Return a metric for each held-out problem. The keys are the ids of the problems.
+
+    The result is {} if the responses are not stored.
+    """
     file: Path = RunLayout.of(config).validation / f"{name_of(step)}.json"
     try:
         result = ValidationResult.read(file).scored_only

@@ -1,7 +1,8 @@
-"""The writer of a run's MLflow page, except for its metrics, which the trainer's journal delivers.
+"""The writer of a run's MLflow page. It does not write the metrics, which the trainer's journal delivers.
 
-A thread writes the inputs at the start of the run, and the results at its end, within a deadline. A failure is only
-logged. `recorded.json` in the run's folder records what MLflow has, so that a finished run needs no request.
+A thread writes the inputs at the start of the run. At the end of the run, it writes the results within a deadline. A
+failure is only logged. `recorded.json` in the run's folder records what MLflow has, so that a finished run needs no
+request.
 """
 
 import logging
@@ -123,7 +124,10 @@ def log_run_page(
 
 
 def with_page_address(known: MlflowContents, page: MlflowRun, root: Path) -> MlflowContents:
-    """Return the record with the current address of the MLflow page, or with '' if no server serves its store."""
+    """Return the record with the current address of the MLflow page.
+
+    The address is '' if no server serves the store that contains the page.
+    """
     ui_command, stack = page.store.ui_command() or "", served_mlflow(page.store.uri, root)
     url = page.store.run_url(page.id, stack) if stack or not ui_command else ""
     return replace(known, mlflow_run_id=page.id, url=url, ui_command="" if url else ui_command)

@@ -1,4 +1,4 @@
-"""A run that this process has opened, with its lock, folder, checkpoints, code and trainer process."""
+"""A run that this process has opened, and the run's lock, folder, checkpoints, code and trainer process."""
 
 import logging
 import os
@@ -157,8 +157,10 @@ END_WAIT_S = 60.0  # seconds after `runtime.stop_deadline_s` for the last metric
 
 @dataclass(slots=True)
 class PrefectView:
-    """The state of the run's artifacts in Prefect. `assets`: the asset keys of finished stages. `validations`: the
-    metrics by step. `retry_at`: the earliest time of the next request after a failure.
+    """The state of the run's artifacts in Prefect. `assets` has the asset keys of finished stages.
+
+    `validations` has the metrics of each validated step. `retry_at` is the earliest time of the next request after a
+    failure.
     """
 
     artifacts: dict[str, UUID] = field(default_factory=dict)
@@ -171,7 +173,7 @@ class PrefectView:
 
 
 class OpenRun:
-    """A run that is open in this process. `title` is its name in tasks. For `planning_config`, see `RunSettings`."""
+    """A run that is open in this process. `title` names it in tasks. For `planning_config`, see `RunSettings`."""
 
     def __init__(
         self,
@@ -300,7 +302,10 @@ def open_run(
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Record a stop request for the process `worker`, with the flow run if a Prefect worker started the process."""
+    """Record a stop request for the process `worker`.
+
+    If a Prefect worker started the process, also record the flow run.
+    """
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):

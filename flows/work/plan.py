@@ -56,7 +56,8 @@ class RunPlan:
     """The stages of a run with their status, and the run's requirements.
 
     The memory plans are for one rank's GPU. They are None if the model's shape is unknown. Without a warm start,
-    `warm_start_memory` is None. In `versions`, `flow.<package>` is this process's version if the trainer's differs.
+    `warm_start_memory` is None. `versions` has the trainer's versions. If this process has another version of a
+    package, `versions` also has it as `flow.<package>`.
     """
 
     run_id: str

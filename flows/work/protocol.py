@@ -52,7 +52,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """The event that a model was validated, with its held-out metrics at a step."""
+    """The event that a model was validated. `summary` has the held-out metrics."""
 
     name: str
     step: int

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
 """The state of a run. `running`, `waiting` (for disk space or slots) and `stopping` have a living process.
 
-A `stopped` run saved after a stop request. A `lost` run ended without a record. `not begun` has had no trainer so far.
+A `stopped` run saved after a stop request. A `lost` run ended without a record. A `not begun` run has had no trainer.
 """
 STATES: tuple[State, ...] = get_args(State)
 
@@ -315,7 +315,10 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
 
 
 def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> tuple[str, str]:
-    """Upload the files to the runs in MLflow. Return two URLs for `Comparison`, which are '' after a logged failure."""
+    """Upload the files to the runs in MLflow. Return `mlflow_page` and `mlflow_table` of `Comparison`.
+
+    A failure is logged. Both addresses are then ''.
+    """
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
     if not known or not all(config.tracking.enabled for config in configs):
@@ -375,7 +378,10 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the MLflow store of the root that contains the run's folder, or None if the run keeps its first store."""
+    """Return the MLflow store of the root that contains the run's folder.
+
+    Return None if the run keeps the store in `attempts.jsonl`.
+    """
     root = folder.parents[1]
     try:
         if read_settings(folder).tracking.uri is not None:

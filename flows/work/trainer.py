@@ -1,7 +1,7 @@
 """The control of a trainer process by its flow: start, commands, replies and end.
 
-A signal to the flow's process group must not interrupt a step. The process therefore has a separate session, and no
-standard streams of the flow. The kernel signals the process when the flow dies (see `flows.server.launch`).
+A signal to the flow's process group must not interrupt a step. The process therefore has a separate session and does
+not use the standard streams of the flow. The kernel signals the process when the flow dies (see `flows.server.launch`).
 """
 
 import os
@@ -88,7 +88,7 @@ def _text(line: bytes) -> str:
 
 
 class TrainerProcess:
-    """A trainer process, started by the first call and again by the first call after its loss.
+    """A trainer process. The first call starts it. If the process is lost, the next call starts it again.
 
     Use it as a context manager in the main thread, because the process ends with the thread that started it.
     `lock` is the descriptor of the run's lock, or None. An exception from `on_event`, `on_line` or `on_wait` during a
@@ -331,8 +331,10 @@ class _Child:
         return error
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, without reaping it. `Popen.poll` is not used: an interrupt
-        can leave Popen's lock locked, and `Popen.wait` would then wait forever.
+        """Return whether the process has ended, without reaping it.
+
+        `Popen.poll` is not used, because an interrupt can leave Popen's lock locked. `Popen.wait` would then wait
+        forever.
         """
         try:
             gone = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -367,7 +369,7 @@ def interpreter_of(python: str | None) -> str:
 
 
 def trainer_variables(python: str | None) -> dict[str, str]:
-    """Return this process's environment with a `PYTHONPATH` by which the trainer runs the same code.
+    """Return this process's environment with a `PYTHONPATH` with which the trainer runs the same code.
 
     The current folder may contain a scorer. It is last in the path, so that its files replace no module. If `python` is
     set, the path has that interpreter's packages. `DELIVERY_VARIABLE` names our interpreter, which delivers to MLflow.

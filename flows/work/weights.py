@@ -1,4 +1,7 @@
-"""The weights of a run's checkpoint: as a transformers directory, as the model of another run, and on the hub."""
+"""The weights of a run's checkpoint.
+
+They can be exported as a transformers directory, used as the model of another run, and pushed to the hub.
+"""
 
 import re
 from collections.abc import Iterator

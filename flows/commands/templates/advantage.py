@@ -1,7 +1,8 @@
-"""An advantage: the score minus the mean of the prompt's group, divided by the square root of the length.
+"""An advantage that is divided by the square root of the length of the response.
 
     COMMAND
 
+Before the division, the advantage is the score minus the mean score of the prompt's group.
 The function returns one advantage for each of N responses. docs/algorithms.md describes the arguments.
 """
 
