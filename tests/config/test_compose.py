@@ -122,15 +122,15 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
     ("trainer.total_steps=five", "must be a valid integer; got five"),
     ("trainer.total_steps=1.5", "must be a valid integer; got 1.5"),
     ("trainer.total_steps='5'", "must be a valid integer; got 5"),
-    ("trainer.total_steps=-1", ": must be greater than or equal to 0; got -1. Steps of the run, each on one batch of "
-     "prompts. With 0, it ends after its supervised stage (`warm_start`) (default 100)"),
+    ("trainer.total_steps=-1", ": must be greater than or equal to 0; got -1. The number of steps of the run. "
+     "Each step trains on one batch of prompts."),
     ("seed=true", "must be a valid integer; got true"),
     ("seed=null", "must be a valid integer; got null"),
     ("optim.lr=nan", "must be a finite number; got nan"),
     ("algo.lam=1.5", "must be less than or equal to 1; got 1.5"),
     ("rollout.engine=vlm", "must be 'hf', 'vllm' or 'none'; got vlm. Did you mean vllm?"),
     ("algo.kl.where=false", ": must be 'off', 'loss' or 'reward'; got false. In YAML write it in quotes: 'off' without "
-     "them is the boolean false. Place of the KL term. Off: no reference model is loaded (default off)"),
+     "them is the boolean false. "),
     ("algo.advantage=gea", "got gea. Did you mean gae?"),
     ("name='no spaces'", "must match pattern"),
     ("data.operations=[+,x]", "must be '+', '-', '*' or '/'; got x"),
