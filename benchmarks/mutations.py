@@ -58,8 +58,8 @@ OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass
 class Mutation:
-    """A change of the source: `new` replaces the text from `start` to `end`. Each position is a line, counted from 1, and
-    a column.
+    """A change of the source: `new` replaces the text from `start` to `end`. Each position is a line number,
+    from 1, and a column.
 
     `tried` is the number of tests that execute `statement`, or 0 if the folder's tests ran. `noticed_by` is a test or
     "limit". `equivalent` is a reader's reason why the mutation changes no behavior."""
