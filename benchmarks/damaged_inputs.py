@@ -105,7 +105,7 @@ def _without_keys(path: Path) -> None:
 
 
 def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
-    """Return a function that replaces the line of a step in a journal by `change(line)`."""
+    """Return a function that replaces a step's line in a journal with `change(line)`."""
 
     def rewrite(path: Path) -> None:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -117,7 +117,7 @@ def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
 
 
 def _change_digit(line: bytes) -> bytes:
-    """Return a line of a journal in which the last digit of the first score is changed."""
+    """Change the last digit of the first score in a journal's line, and return the line."""
     begin = line.index(b'"critic/score/mean":') + len(b'"critic/score/mean":')
     end = begin + len(line[begin:].split(b",")[0].rstrip(b"}\n"))
     return line[: end - 1] + bytes([line[end - 1] ^ 1]) + line[end:]
@@ -221,8 +221,8 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case. `verdict`: one of `PASSED`, or the kind of failure. `output`: the console lines that
-    contain `Damage.name`."""
+    """The outcome of a case. `verdict`: an entry of `PASSED` if the case passed, otherwise the kind of failure.
+    `output`: the console lines that contain `Damage.name`."""
 
     name: str
     verdict: str

@@ -1,4 +1,4 @@
-"""Compare the speed of the filter with the usual row-by-row loop, on 327,680 countdown prompts in chat form.
+"""Compare the filter's speed with the speed of the usual row-by-row loop, on 327,680 countdown prompts in chat form.
 
     python benchmarks/data_filter.py                          # about three minutes on two cores
     python benchmarks/data_filter.py --rows=20000             # a smaller run

@@ -10,7 +10,7 @@ Each check requires that its statement is true:
     short_memory   an update that runs out of memory is repeated in more micro-batches, with the same numbers
     weight_sync    30 weight syncs raise no false alarm, and a stale layer is detected
     logprobs       the mean |difference| of the log-probabilities of engine and trainer is small
-    correction     the loss with importance correction off, truncated and masked equals sums by hand
+    correction     the loss equals a naive computation, with importance correction off, truncated and masked
     plan           the memory plan agrees with the measured memory of each phase
     warm_start     20 supervised steps run on the device, and its memory is free afterwards
     demo           `millrace train experiment=countdown_demo rollout=vllm` ends without an error and has every metric

@@ -73,7 +73,7 @@ class Generation:
 
 
 def timed(step: Callable[[], Any], count: Callable[[], int], found: dict[int, list[float]]) -> Callable[[], Any]:
-    """Return a version of `step` that appends its milliseconds to `found[count()]`, counted after the step."""
+    """Return a function that calls `step`, then `count`, and appends the milliseconds of `step` to `found[count()]`."""
 
     def measured() -> Any:
         started = time.perf_counter()

@@ -193,7 +193,8 @@ def run_steps(
 
 @contextlib.contextmanager
 def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the peak GPU memory of all processes in the `with` block, in units of 1e9 bytes."""
+    """Yield a function that returns the peak GPU memory in units of 1e9 bytes. The peak covers all processes on the GPU
+    since the `with` block began."""
     if not torch.cuda.is_available():
         yield lambda: 0.0
         return

@@ -107,7 +107,8 @@ def held_bytes(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the peak memory in bytes: of the whole process (CPU), or since the last call of `held_bytes` (CUDA)."""
+    """Return the peak memory in bytes. On a CPU, this is the peak since the process started. On CUDA, this is the peak
+    since the last call of `held_bytes`."""
     if device == "cuda":
         import torch
 

@@ -1,11 +1,12 @@
-"""Kill processes of a run with SIGKILL at random moments, and compare its numbers with an undisturbed run.
+"""Kill processes of a run at random moments by SIGKILL, and compare the run's numbers with an undisturbed run's.
 
     python -m benchmarks.killed_run --kills 60         # debug on Ray
     python -m benchmarks.killed_run --kills 5 experiment=countdown_demo trainer.total_steps=40
 
-Each kill ends one process, whose kind is in `PARTS`, within --window seconds after the start of this process. The
-command is repeated until the run is finished. Further runs with the same dataset and initial policy follow until all
-kills are done. tests/e2e/test_kill.py kills all processes of a run together.
+Each kill ends one process, of a kind in `PARTS`, after a random delay of at most --window seconds. The delay begins at
+the start of the command or at the previous kill. If the process starts later, the delay begins at the start of the
+process. The command is repeated until the run is finished. Further runs with the same dataset and initial policy follow
+until all kills are done. tests/e2e/test_kill.py kills all processes of a run together.
 
 Every metric of every step must be equal, except seconds, memory and throughput. The final weights must be equal byte by
 byte, and no process may be left. Otherwise the exit code is 1. --out adds the findings to a JSON file.

@@ -39,7 +39,8 @@ class Answer(NamedTuple):
 
 @lru_cache(maxsize=1)
 def readings() -> dict[str, str]:
-    """Return how `data.math` should read each reference, such as `number 25/2%`, `words sunday` or `refused`."""
+    """Return the expected reading of each reference by `data.math`. A reading is a text such as `number 25/2%`, `words
+    sunday` or `refused`."""
     rows = (line.partition("\t") for line in REFERENCES.read_text().splitlines())
     return {reference: reading for reference, _, reading in rows}
 

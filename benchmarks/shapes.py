@@ -55,7 +55,8 @@ def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def model_of(arguments: argparse.Namespace, scratch: Path) -> Path:
-    """Return the folder `--model`, or a folder in `scratch` with a new model of the shape `--shape`."""
+    """Return the folder given as `--model`. If `--model` is not given, return a folder in `scratch` with a model of the
+    shape `--shape`."""
     folder: Path = arguments.model or scratch / "model"
     if not (folder / "config.json").exists():
         make_model(arguments.shape, folder)

@@ -55,8 +55,9 @@ def check(rig: Rig) -> Verdict:
 
 
 def _measured(rig: Rig) -> dict[str, dict[str, float]]:
-    """Return the peak memory of each phase in GB: of tensors, reserved by torch, and used by all processes. The first
-    two peaks exclude the memory of a sleeping engine."""
+    """Return four memory values in GB for each phase. The first three are peaks: the memory of torch's tensors, the
+    memory that torch has reserved, and the memory that all processes use. The fourth is the size of the engine's pool.
+    The first two peaks exclude the memory of a sleeping engine."""
     found: dict[str, dict[str, float]] = {}
     engine = engine_pool_bytes()
 

@@ -36,7 +36,7 @@ class Verdict:
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that repeats its first responses. It runs each worker method inside `with around(method)`."""
+    """A worker group that repeats its first responses. Calls of a worker method run in the context `around(method)`."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(

@@ -1,4 +1,5 @@
-"""The evaluation of the weights that the trainers in `benchmarks.vs_trl` saved, on held-out problems with one engine.
+"""The evaluation of saved weights in `benchmarks.vs_trl`. One engine evaluates the weights of all trainers on the
+held-out problems.
 
 python -m benchmarks.vs_trl.evaluation DIR vllm  # started by benchmarks.vs_trl
 """

@@ -1,4 +1,4 @@
-"""The table of `benchmarks.vs_trl`: medians of each trainer, speed ratios, and the ratios that are required."""
+"""The table of `benchmarks.vs_trl`: the medians of each trainer, and the measured and required ratios."""
 
 import statistics
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
-    """Return the median over batches of the batch's count per second."""
+    """Return the median rate over batches. The rate of a batch is its count divided by its seconds."""
     return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
 
 

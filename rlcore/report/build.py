@@ -51,15 +51,15 @@ class ReportFiles:
 
 
 def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
-    """Write the report of a run, finished or not, into `target`, by default `report` in the run's folder. Raises
-    DataError if the folder is not a run."""
+    """Write the report of a finished or unfinished run into `target`. The default of `target` is `report` in the run's
+    folder. Raises DataError if `run_dir` is not a run."""
     return _write({run_dir.name: read_run(run_dir)}, target or run_dir / "report", "report", failure)
 
 
 def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: Path | None = None) -> ReportFiles:
-    """Write a comparison of two or more runs, finished or not, into `target`, by default a folder in
-    `<root>/comparisons`. The default of `root` is the artifact folder of the first run. Raises DataError if fewer than
-    two different runs are named, or if a folder is not a run."""
+    """Write a comparison of two or more finished or unfinished runs into `target`. The default of `target` is a folder
+    in `<root>/comparisons`. The default of `root` is the artifact folder of the first run. Raises DataError if fewer
+    than two different runs are named, or if a folder is not a run."""
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if len(folders) < compare.MIN_RUNS:
         raise DataError(

@@ -98,7 +98,8 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
 
 
 def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
-    """Yield one result at `step` for the held-out set and for each suite: the result with the most problems."""
+    """Yield one result for the held-out set and one for each suite. Of several results at `step`, the result with the
+    most problems is chosen."""
     for results in (record.validations, *record.suites.values()):
         of_step = [result for result in results.values() if result.step == step]
         if of_step:

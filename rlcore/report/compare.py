@@ -93,7 +93,8 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
-    """Return one value per seed for each held-out metric of the last validation. Runs of one seed are averaged."""
+    """Return each held-out metric at the last validation, with one value per seed. The value is the mean over the runs
+    with that seed."""
     found: dict[str, dict[int, list[float]]] = {}
     for run in group:
         for statistic in run.core_statistics:

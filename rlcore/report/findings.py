@@ -116,7 +116,7 @@ def stability_finding(record: RunRecord) -> Finding:
 
 
 def learning_limit(record: RunRecord) -> Finding:
-    """Return a finding about what the metrics show to limit the reward, such as groups with equal scores."""
+    """Return a finding about what limits the reward according to the metrics, such as groups with equal scores."""
     rule = (
         f"In the last third of the steps: over {LARGEST_EQUAL_SHARE:.0%} of groups with equal scores, over "
         f"{LARGEST_CUT_SHARE:.0%} of responses truncated, training reward above held-out reward by more than "
@@ -183,7 +183,7 @@ class Check:
 
 CheckResult = tuple[str, float, bool]
 Rule = tuple[str, str, str, Callable[[Series, RunRecord], CheckResult]]
-"""The name, metric and description of a check, and a function that returns text, number and result."""
+"""The name, metric and description of a check, and the function that performs the check."""
 
 
 def _fall(series: Series, record: RunRecord) -> CheckResult:

@@ -212,7 +212,9 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
 
 def _inline_svg(svg: str, name: str, title: str) -> Markup:
-    """Convert matplotlib's SVG for use in a page: remove prolog and links, and set unique ids and the page's style."""
+    """Convert matplotlib's SVG for use in a page. Remove the prolog and the namespaces, make the ids unique, and set
+    the
+    page's colours and font."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", body)
@@ -249,7 +251,8 @@ def plot_intervals(
 
 
 def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) -> None:
-    """Plot a group of runs: a single curve, or the mean of all curves in a band from the lowest to the highest."""
+    """Plot the curves of a group of runs. A single curve is plotted as it is. Several curves are plotted as their mean
+    and a band from the lowest curve to the highest."""
     if len(curves) == 1:
         marker = "o" if len(curves[0]) <= FEW_POINTS else ""
         axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)

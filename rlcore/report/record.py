@@ -161,7 +161,7 @@ class RunRecord:
 
     @cached_property
     def paired(self) -> tuple[Comparison, ...]:
-        """Return the paired comparison before and after training, or () if no problems were validated both times."""
+        """Return the paired comparison of the validations before and after training, or () if they cannot be paired."""
         try:
             return compare(*self.before_and_after.values()) if len(self.before_and_after) == 2 else ()
         except DataError:
@@ -243,7 +243,7 @@ def _read_journal(file: Path, missing: list[str]) -> JournalContents:
 
 
 def _journal_gaps(file: Path, journal: JournalContents, checkpoints: Sequence[CheckpointInfo]) -> Iterable[str]:
-    """Yield a sentence about missing steps, and a sentence about each mismatch of the journal and a checkpoint."""
+    """Yield a sentence about missing steps, and a sentence about each mismatch between the journal and a checkpoint."""
     refused = {
         str(event.data.get("path")): datetime.fromtimestamp(event.time, UTC).isoformat("T", "microseconds")
         for event in journal.events

@@ -1,4 +1,4 @@
-"""An audit of a scorer with worthless responses. This module does not import torch."""
+"""An audit that gives a scorer worthless responses. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +61,8 @@ _ZERO_SCORE_KINDS = (EMPTY, JUNK)
 
 def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
     """Score several kinds of worthless responses to each problem, and return the kinds that the scorer rewards. Empty
-    text and junk are rewarded if they score above 0, and the other kinds if they score at least `HALF_MARKS`."""
+    text and junk count as rewarded if they score above 0. Other kinds count as rewarded if they score at least
+    `HALF_MARKS`."""
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):
         later = (*cases[place + 1 :], *cases[:place])

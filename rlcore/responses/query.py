@@ -37,8 +37,10 @@ Range = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The selection and order of responses. `each`: `prompt` keeps only the first response to each prompt. Ties in the
-    sort column are broken by step: the earlier step comes first, but with `each="prompt"` the later step."""
+    """The selection and order of responses. With `each="prompt"`, only the first response to each prompt is kept.
+
+    If responses are equal in the sort column, the response with the earlier step comes first. With `each="prompt"`, the
+    response with the later step comes first."""
 
     step: Range = (None, None)
     score: Range = (None, None)
@@ -177,8 +179,9 @@ def _missing_response(key: str) -> DataError:
 
 
 def responses_to_same_prompt(folder: Path, key: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return all responses of one step or validation to the prompt of the response `key`. Also return the prompt's mean
-    score in each step and validation. Raises DataError if a response or file cannot be read."""
+    """Return all responses to one prompt from one step or validation. `key` is the key of one of these responses. Also
+    return the prompt's mean score in each step and validation. Raises DataError if a response or file cannot be read.
+    """
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
@@ -203,7 +206,8 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the columns in `LIGHT` and the location of each response. `parts`: path, mtime (ns), size."""
+    """Return the columns in `LIGHT` and the location of each response. `parts`: the path, the
+    modification time in nanoseconds and the size of each file."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):

@@ -1,7 +1,8 @@
 """The responses of a run as parquet files (parts) in one folder. This module does not import torch.
 
-`train-000001-000020.parquet` contains training steps 1 to 20, `validation-step-000020.parquet` one validation. A
-training part is written before the checkpoint of its last step. A resume deletes the responses after its checkpoint."""
+`train-000001-000020.parquet` contains training steps 1 to 20. `validation-step-000020.parquet` contains one validation.
+A training part is written before the checkpoint of its last step. A resume deletes the responses after its checkpoint.
+"""
 
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,8 +118,8 @@ class ResponseWriter:
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. After an error, the next
-        call writes the file again."""
+        """Wait until the file that `start_part` began is written. Raises DiskSpaceError if the disk is full. After an
+        error, the next call writes the file again."""
         if self._part is None:
             return
         written, self._written = self._written, None
