@@ -212,9 +212,8 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
 
 def _inline_svg(svg: str, name: str, title: str) -> Markup:
-    """Convert matplotlib's SVG for use in a page. Remove the prolog and the namespaces, make the ids unique, and set
-    the
-    page's colours and font."""
+    """Convert matplotlib's SVG for use in a page. Remove the prolog and the namespaces, make the ids unique,
+    and set the page's colours and font."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", body)
