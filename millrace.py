@@ -1,4 +1,4 @@
-"""The names of `flows.api` for a notebook or script. See docs/python.md."""
+"""The public Python API for a notebook or script, imported from `flows.api`. See docs/python.md."""
 
 from flows.api import Run, compose, open, run, runs
 

@@ -5,8 +5,8 @@
     nice python -m benchmarks.every_method --only gspo gdpo     # these methods, even if they have results
     python -m benchmarks.every_method paths.root=/tmp/tried --steps 2 --only gspo --to /tmp/tried.json
 
-Each run begins with a supervised warm start to the same reward. Finished runs are not repeated. When a run ends, its
-result is added to build/results/every_method.json. At the end, a Markdown table is printed.
+Each run begins with a supervised warm start. All warm starts stop at the same reward. Finished runs are not repeated.
+When a run ends, its result is added to build/results/every_method.json. At the end, a Markdown table is printed.
 """
 
 import argparse

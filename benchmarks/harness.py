@@ -37,8 +37,8 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """A `WorkerGroup` whose responses have fixed lengths. The order of the lengths changes in each step, so that no
-    result can be reused. If `real` is False, no engine runs, and the responses are random."""
+    """A `WorkerGroup` whose responses have fixed lengths. The order of the lengths changes in each step, so that a step
+    cannot reuse the work of an earlier step. If `real` is False, no engine runs, and the responses are random."""
 
     def __init__(self, config: RunConfig, directory: Path, lengths: Sequence[int], *, real: bool = True):
         self._group = start_workers(config, str(directory))

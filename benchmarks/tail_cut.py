@@ -4,6 +4,9 @@
     python -m benchmarks.tail_cut --experiment smollm2_countdown --seeds 1 2 3 --out curves.json
     python -m benchmarks.tail_cut --shape tiny --engine hf --prompts 20 --mean 12 --longest 64 --steps 3    # rehearsal
 
+With a tail cut, a step trains on the first groups of responses that are finished. The other groups continue in the next
+step. `rollout.finish_share` is the share of groups that a step finishes.
+
 Without --experiment, the steps are those of `benchmarks.grpo_step` with an importance correction. The length of a
 response is geometric, and the response's seed determines the length. The geometric distribution is memoryless, so the
 remaining length of a continued response is drawn in the same way. With --experiment, `millrace train` runs each seed

@@ -99,7 +99,8 @@ def program_of(response: str) -> str:
 
 
 def _completed(prompt: str, response: str, entry_point: str) -> str:
-    """Join the prompt of a function and a response. The response continues the function (indented) or repeats it."""
+    """Append a response to a prompt that begins a function. The response continues the function (indented) or defines
+    the whole function again."""
     if not _CONTINUES.match(response):
         definition = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b", re.MULTILINE)
         blocks = _BLOCK.findall(response) or [response]

@@ -93,8 +93,8 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """Return a response that gives `equation`. If the template shows work, the response first gives the equation's
-    value or a search.
+    """Return a response that gives `equation`. If the template has a `<think>` section, this section shows the
+    equation's value, or a search if `data.search_tries` is set.
     """
     last = evaluate(equation)
     assert last is not None
@@ -123,9 +123,9 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def tagged_answer(response: str, *, first: bool = False) -> str | None:
-    """Return the text inside the last complete `<answer>` pair, or None if there is no such pair. The time is linear.
+    """Return the text inside the last complete `<answer>` pair, or None if there is no such pair.
 
-    With `first`, return the text inside the first complete pair instead.
+    With `first`, return the text inside the first complete pair instead. The time is linear in the response's length.
     """
     close = response.find(_CLOSE, max(response.find(_OPEN), 0)) if first else response.rfind(_CLOSE)
     start = response.rfind(_OPEN, 0, max(close, 0))

@@ -90,7 +90,8 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 def require_enough(settings: CountdownData, seed: int) -> dict[str, list[Problem]] | None:
     """Return the problems of both splits if all problems can be enumerated, or None if there are too many.
 
-    Raises DataError if `data.number_high` allows an overflow, or if there are too few problems."""
+    Raises DataError if `data.number_high` is so large that 64-bit integers could overflow, or if there are too few
+    problems."""
     n = settings.max_numbers
     # An unreduced numerator is a sum of at most 2^(n-1) products of the n numbers and must fit in 63 bits.
     if settings.number_high**n * 2 ** (n - 1) >= 2**63:
@@ -102,7 +103,8 @@ def require_enough(settings: CountdownData, seed: int) -> dict[str, list[Problem
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the difficulty classes as tuples of operand counts."""
+    """Return the difficulty classes, which get equal shares of the rows. A class lists how many numbers its
+    problems have, for example (3, 4)."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
@@ -333,7 +335,8 @@ def _problems(
 
 
 def _deal(settings: CountdownData, seed: int) -> dict[str, list[Problem]]:
-    """Assign drawn problems to splits and classes until all quotas are full."""
+    """Draw problems until each split has enough problems of each difficulty class. The numbers of a problem determine
+    its split."""
     class_of = {n: index for index, counts in enumerate(_classes(settings)) for n in counts}
     quotas = [(split, size) for quota in _quotas(settings) for split, size in quota.items()]
     found = [list[Problem]() for _ in quotas]  # two lists for each class

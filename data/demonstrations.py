@@ -61,7 +61,7 @@ def tokenized_directory(
     root: Path,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Return the folder of the tokenized file that `warm_start.demonstrations` names, below `paths.root`."""
+    """Return the folder for the tokenized rows of the file `warm_start.demonstrations`. It is below `paths.root`."""
     payload = {
         "version": VERSION,
         "file": content_digest(Path(config.demonstrations or "")),
@@ -269,7 +269,8 @@ def _message(found: object, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, because templates would quote JSON text."""
+    """Return a tool call with its arguments as an object. Arguments as JSON text are parsed, because a chat template
+    would put the text in quotes."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: tool_calls must have a function with a name, got {call!r:.80}; repair it")

@@ -138,8 +138,8 @@ def filter_dataset(
 
 
 class _Filter:
-    """A filter for the splits of one dataset. The held-out split is filtered first. Each prompt is stored as a 64-bit
-    hash."""
+    """A filter for the splits of one dataset. The held-out split is filtered first, so that training rows can be
+    compared with it. Prompts are compared by 64-bit hashes."""
 
     def __init__(
         self, config: FilterConfig, tokenizer: Callable[..., PromptTokenizer], on_progress: Progress | None
@@ -176,7 +176,8 @@ class _Filter:
             writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
 
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
-        """Return the selected rows of a batch with token ids. `start`: the index of the first row in the file."""
+        """Return the rows of a batch that pass the filter, with their token ids. `start`: the index of the batch's
+        first row in the file."""
         prompts = self._prompts(batch, start)
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
@@ -300,7 +301,7 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """An index of held-out rows by prompt and by multiset of numbers."""
+    """An index of held-out rows by prompt and by multiset of numbers. A training row that matches is refused."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy

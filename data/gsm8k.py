@@ -103,7 +103,8 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
 
 @lru_cache(maxsize=16_384)
 def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
-    """Return the value of a reference or a whole solution, and the digits that the rule `strict` accepts."""
+    """Return the number of a reference, and the forms of this number that the rule `strict` accepts, such as 2.50 and
+    2.5. If the reference is a whole solution, its number follows `####`."""
     stated = reference.rpartition("####")[2].strip()
     number = only_number(stated)
     if number is None:

@@ -1,6 +1,7 @@
 """Scorer for IFEval: the share of a prompt's instructions that a response follows, by the benchmark's strict rules.
 
-Unlike in the published scorer, regular expressions find sentences and capitalized words, and keywords are plain text.
+This scorer differs from the published scorer in two points. It finds sentences and capitalized words by regular
+expressions instead of NLTK. It searches for keywords as plain text, not as regular expressions.
 """
 
 import json

@@ -1,6 +1,6 @@
 """A judge model behind an OpenAI-compatible endpoint. It scores alone or in addition to a rule-based scorer.
 
-No message contains the key or the output of the endpoint.
+No error message contains the API key or the endpoint's output.
 """
 
 import asyncio

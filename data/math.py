@@ -176,7 +176,9 @@ def _names_each(entries: Sequence[Reading]) -> bool:
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response, and each numeric side of a chain of equations in it, equals the number."""
+    """Return whether the response equals the number. In a chain of equations, each numeric side must equal the number.
+
+    `names`: the left sides of the reference, such as `x` in `x = 18`. The response must not use another name."""
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
         return False
@@ -233,7 +235,8 @@ _parsed_reference = lru_cache(maxsize=4_096)(_parsed)
 
 
 def _vote(answer: Reading, gold: Reading) -> str | None:
-    """Return a text that is the same for equal responses, such as 1/2 for 0.5."""
+    """Return the key of a response for majority votes, or None if the response cannot be read. Equal responses have the
+    same key, such as 1/2 for 0.5."""
     if number := answer.number or (number_in_words(answer.plain) if gold.number else None):
         return str(number)
     if answer.problem is not None:

@@ -62,8 +62,8 @@ FORMS: Mapping[str, Form | None] = {
     "data.countdown:score": None,
     PROGRAMS: None,
 }
-"""The text before and after a reference, by scorer. With None, the references are not checked. Scorers that are not
-listed here use `USUAL_FORMS`.
+"""The text before and after the reference in a correct response, by scorer. With None, only the solutions of the rows
+are checked. For scorers that are not listed here, the check tries `USUAL_FORMS`.
 """
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
@@ -120,7 +120,7 @@ class ReferenceReport:
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS) -> str:
     """Run `check_references` for each dataset of a run or of a suite. Return all warnings as one text.
 
-    The settings of a suite come from `suite_settings`.
+    A suite is a held-out set with its own task and scorer. For a suite, `config` is the result of `suite_settings`.
     """
     if config.data.environment:
         return ""

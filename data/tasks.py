@@ -43,7 +43,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "parquet": ("train_file", "validation_file"),
     "mapped": ("revision",),  # `source` counts, because it may name the rows
 }
-"""The settings that are paths of files. The fingerprint contains the digests of the files instead."""
+"""The settings of each task that name files or a revision. The fingerprint contains the files' digests instead."""
 _GENERATED = ("countdown", "reasoning_gym", "verifiers", "custom")  # tasks whose rows depend on the seed
 
 
@@ -61,7 +61,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The published directory of a stage, named by its fingerprint. `cached`: it was reused.
+    """The result of a stage. `directory`: the published folder, whose name is the fingerprint. `cached`: True if an
+    earlier result was reused.
 
     `counts` has the rows of each split, and the omitted rows by reason. `warning`: a remark about the rows, or ''."""
 
@@ -80,7 +81,8 @@ def task_of(config: TaskData) -> Task:
 
 
 def _origin(config: TaskData, seed: int) -> dict[str, Any]:
-    """Return everything that determines the rows. The settings of scorers and environments do not."""
+    """Return everything that determines the rows. The settings of scorers, environments and chat templates are omitted,
+    because they do not change the rows."""
     left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *_PLACES.get(config.task, ())}
     return {
         "format_version": DATASET_FORMAT,

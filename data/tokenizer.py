@@ -1,8 +1,9 @@
 """A renderer and tokenizer for many prompts at a time, with exactly the results of the model's tokenizer.
 
 Byte-level BPE (as in GPT) starts a new word at every single space between two visible characters. `PieceEncoder`
-therefore tokenizes each different word once and joins the ids. Other tokenizers and texts are tokenized as a whole.
-Token ids are stored as bytes, four for each id (int32), because bytes are fast to join and split.
+therefore tokenizes each different word once and joins the ids. With other tokenizers, each text is tokenized as a
+whole. Texts that cannot be split at spaces are also tokenized as a whole. Token ids are stored as bytes, four for each
+id (int32), because bytes are fast to join and split.
 """
 
 import hashlib
@@ -39,7 +40,8 @@ _OTHER_SPACE = re.compile(r"[^\S\n]")  # line ends are tokenized with their piec
 
 
 class ResponseChangedError(Exception):
-    """A response has no tokens to train on. The message gives the reason."""
+    """A response has no tokens to train on, for example because the chat template changes the response. The message
+    gives the reason."""
 
 
 class FastPathError(Exception):
@@ -337,7 +339,8 @@ class PromptTokenizer:
             )
 
     def _find_special_tokens(self) -> tuple[bytes, bytes]:
-        """Return the tokens before and after plain text, without an end-of-sequence token."""
+        """Return the special tokens that the tokenizer adds before and after plain text. An end-of-sequence token after
+        the text is omitted."""
         [plain] = encode_whole(self.backend, ["a"])
         [full] = encode_whole(self.backend, ["a"], add_special_tokens=True)
         for start in range(0, len(full) - len(plain) + 1, ID_BYTES):

@@ -74,7 +74,8 @@ def _messages(name: str, data: Any) -> Iterator[Message]:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the weighted rewards of the task. The parts are the unweighted rewards and the metrics."""
+    """Score a response by the weighted rewards of the task. The score's parts are the unweighted rewards and the task's
+    metrics."""
     v1 = import_module(f"{PACKAGE}.v1")
     tasks = _taskset(str(ground_truth["taskset"]), str(ground_truth["options"]))
     kind = type(tasks).task_type()

@@ -222,7 +222,8 @@ def is_unit(unit: str) -> bool:
 
 
 def is_counted(word: str) -> bool:
-    """Return whether a word of two or more letters is a unit, or a plural that does not change the number."""
+    """Return whether a word of two or more letters is a unit, or a plural such as `apples`. A plural that changes the
+    number, such as `dozens`, is not accepted."""
     if _UNIT_WORD.fullmatch(word):
         return True
     return _PLURAL.fullmatch(word) is not None and not (_NO_PLURAL.fullmatch(word) or makes_another(word))

@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links to the places of their files on the site."""
+    """Rewrite the links to files of the repository, so that they lead to the same files on the site."""
     here = page.file.src_uri
 
     def on_site(link: re.Match[str]) -> str:
@@ -65,7 +65,7 @@ def _target(source: PurePosixPath, link: str) -> str | None:
 
 
 def _on_site(target: str) -> str:
-    """Return the place on the site of a file of the repository."""
+    """Return the path that a file of the repository has on the site."""
     pages = {source: name for name, source in PAGES.items()}
     if target in pages:
         return pages[target]

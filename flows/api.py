@@ -27,7 +27,8 @@ __all__ = ["Run", "compose", "open", "run", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk. Each call reads the folder again, except for `config`."""
+    """A run on disk. Each method reads the run's folder again when it is called. `config` has the settings from the
+    time when this object was created."""
 
     config: RunConfig
     layout: RunLayout

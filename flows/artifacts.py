@@ -78,7 +78,8 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
 def _update(run: OpenRun, what: str, description: str, data: Content, kind: str = "markdown") -> None:
     """Create an artifact at the first call and change it at later calls, so that the server keeps no history.
 
-    After a failure, no request is sent for `RETRY_AFTER_S`, because a waiting request blocks the trainer's pipe.
+    After a failed request, no further request is sent for `RETRY_AFTER_S` seconds, because the trainer's events wait
+    during each request.
     """
     shown = run.prefect_view
     if time.monotonic() < shown.retry_at:
@@ -97,7 +98,7 @@ def _update(run: OpenRun, what: str, description: str, data: Content, kind: str 
 
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
-    """Show the progress of a stage in percent. All chunks of a training share one progress bar."""
+    """Show the progress of a stage in percent. The training runs in chunks of steps, which share one progress bar."""
     _update(run, f"progress-{stage}", text, lambda: percent, "progress")
 
 
@@ -225,7 +226,9 @@ class RunReporter:
         log_failure(lambda: emit_event(f"millrace.{event}", resource=resource, payload=payload))
 
     def _show_pause(self, event: Event) -> None:
-        """Set the flow run to Paused while the run waits for disk space or slots, and otherwise to Running."""
+        """Set the flow run to Paused while the run waits for disk space or slots, and otherwise to Running.
+
+        Slots limit the number of concurrent trainers (`millrace slots`)."""
         if isinstance(event, RunEvent) and event.name in (PAUSED, WAITS_FOR_SLOTS):
             self._is_paused = True
             log_failure(lambda: watch.set_flow_run_state(Paused(message=str(event.data.get("text")))))
@@ -274,7 +277,8 @@ class RunReporter:
 
 @contextmanager
 def report_to_task(run: OpenRun) -> Iterator[None]:
-    """Send the trainer's events and log lines to Prefect inside the `with` block. The display also gets the events."""
+    """Send the trainer's events and log lines to Prefect inside the `with` block. The events also go to the console
+    display."""
     reporter = RunReporter(run)
 
     def event(event: Event) -> None:

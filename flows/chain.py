@@ -84,7 +84,8 @@ class StageResults(list[tuple[Stage[Any], Any]]):
 
 
 def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> list[Stage[Any]]:
-    """Return the stages of a run up to and including the stage `last`. All chunks of the stage `train` are included."""
+    """Return the stages of a run up to and including the stage `last`. Training consists of several stages with the
+    name `train`, one for each chunk of steps. With `last="train"`, all of them are included."""
     stages = stages_of(config, to_step)
     return stages[: max(index for index, stage in enumerate(stages, 1) if stage.name == last)]
 

@@ -90,10 +90,10 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Replace each closed standard stream by the null device.
+    """Replace each closed standard stream by the null device, and make open output streams accept every text.
 
-    The open outputs escape characters that they cannot encode. Without the null device, the next file that this process
-    opens would become the closed stream.
+    Without the null device, the next file that this process opens would take the place of the closed stream. An open
+    output stream escapes the characters that it cannot encode, instead of raising an error.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -113,7 +113,10 @@ def extend_module_path() -> None:
 
 
 def run_and_exit(command: Callable[[], object]) -> NoReturn:
-    """Run a command. End the process when the exit handlers have run, because the normal shutdown takes another 3 s."""
+    """Run a command and end the process.
+
+    The last exit handler calls `os._exit`, because Python's normal shutdown would take another 3 s.
+    """
     tune_garbage_collection()
     signal.signal(signal.SIGTERM, _sigterm_handler())
     codes: list[int] = []
@@ -149,7 +152,11 @@ def _flush_stdout() -> bool:
 
 
 def _sigterm_handler() -> Callable[[int, FrameType | None], None]:
-    """Return a SIGTERM handler that raises KeyboardInterrupt. It ignores a second SIGTERM within `SAME_REQUEST_S`."""
+    """Return a SIGTERM handler that raises KeyboardInterrupt.
+
+    A second SIGTERM is ignored if it comes within `SAME_REQUEST_S` seconds, because both signals may belong to one
+    request to stop.
+    """
     requested_at = float("-inf")
 
     def interrupt(number: int, frame: FrameType | None) -> None:

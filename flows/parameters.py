@@ -1,6 +1,7 @@
 """The settings of commands and flows: their types in Prefect, their composition and their checks.
 
-Each parameter of a flow is a single value, because Prefect would replace a nested parameter as a whole.
+No parameter of a flow is a nested object. If a user changed one value of such an object, Prefect would replace the
+whole object.
 """
 
 import os

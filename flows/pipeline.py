@@ -56,7 +56,10 @@ COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data p
 
 
 def flow_run_name() -> str:
-    """Return a name such as `train/countdown_demo seed=2`. The first word is the last stage to run, or the flow."""
+    """Return a name such as `filter/countdown_demo seed=2`.
+
+    The first word is the last stage to run. If the flow runs all its stages, the first word is the flow's name.
+    """
     given = flow_run.parameters
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
@@ -74,9 +77,9 @@ _OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 
 
 def call_flow(checked: object, call: Callable[[], R]) -> R:
-    """Call a flow, which reads its checked settings from `CHECKED_SETTINGS`.
+    """Call a flow by `call`, and return the result of its work. The flow reads `checked` from `CHECKED_SETTINGS`.
 
-    If Prefect fails after the flow has done its work, for example because its server is gone, return the outcome.
+    The result is also returned if Prefect fails after the work is done, for example because its server is gone.
     """
     outcome: Future[R] = Future()
 
@@ -236,7 +239,7 @@ def pipeline(
     Args:
         experiment: A name in conf/experiment, or the path of a file on the worker's machine.
         overrides: Settings as on the command line, such as algo.clip_high=0.28.
-        seed: The seed of the initial weights, the order of prompts and every sampled token. data.seed fixes the rows.
+        seed: The seed of the initial weights, the order of prompts and every sampled token. data.seed sets the rows.
         total_steps: The number of training steps. A step samples, scores and trains on one batch of prompts. With 0,
             the run ends after its supervised stage.
         learning_rate: The learning rate of the policy, such as 0.0003 or 1e-6.

@@ -61,9 +61,9 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """A display that labels each line.
+    """A display that labels each line with the current run of a sweep.
 
-    `later_s` is the total time in seconds that the later runs are expected to take, or None.
+    `later_s` is the expected time in seconds for all runs after the current run, or None if it is unknown.
     """
 
     def __init__(self, shown: Display, label: str, later_s: float | None = None) -> None:

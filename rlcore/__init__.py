@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SOURCE_FOLDER = Path(__file__).resolve().parents[1]
-"""The folder that contains `rlcore`, which is a git checkout or the parent of an installed package."""
+"""The folder that contains `rlcore`. It is a git checkout, or the folder into which Millrace is installed."""
 
 
 def python_path() -> str:

@@ -10,7 +10,8 @@ MODULE_REMEDY = "A module is found in the working directory, next to the experim
 
 
 def missing_object_remedy(name: str) -> str:
-    """Return the remedy for a missing `module:object`. A different module of the same name may hide the user's file."""
+    """Return the remedy for a missing `module:object`. If another loaded module hides the user's file of the same name,
+    the remedy is to rename the file."""
     top = name.partition(":")[0].partition(".")[0]
     if (module := sys.modules.get(top)) is not None:
         loaded = Path(getattr(module, "__file__", None) or "a module that is built into Python")

@@ -1,4 +1,5 @@
-"""A prompt of training or validation. This module is separate from `rlcore.types`, so that a flow loads no torch."""
+"""A prompt of training or validation. This module is separate from `rlcore.types`, so that a Prefect flow can use
+prompts without loading torch."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -103,8 +103,8 @@ class TrainBatch:
 
     `old_logprobs` is None if the batch gets only one update. `importance_weights` is 1 without a correction, and 0 for
     a token that is excluded from the policy loss. `covariance_rank`: the share of the mini-batch's tokens whose
-    `token_covariance` is larger, and 1 where `loss_mask` is False. `teacher_top_ids` and `teacher_top_logprobs` [T, k]:
-    the teacher's k likeliest tokens."""
+    `token_covariance` is larger than this token's, and 1 where `loss_mask` is False. `teacher_top_ids` and
+    `teacher_top_logprobs` [T, k]: the teacher's k likeliest tokens."""
 
     packed: PackedBatch
     old_logprobs: Float[Tensor, "T"] | None

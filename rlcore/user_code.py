@@ -3,8 +3,8 @@
 The code of a function consists of its module's file, the files that this module imports from the same import folder,
 and the data files whose relative paths are strings in these files. A file of an installed package belongs to the code
 of a function only if the function is in the same package. The same holds for files of Millrace. No code is executed, so
-computed imports are not followed. A scoring process imports this module, so pydantic, settings and storage are imported
-inside functions.
+computed imports are not followed. Scoring processes import this module. To keep the import light, pydantic, settings
+and storage are imported inside functions.
 """
 
 import ast
@@ -83,7 +83,7 @@ class Code:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of names and contents, which is the same on every machine."""
+        """The fingerprint of the files' names and contents, without their paths. It is the same on every machine."""
         from rlcore.config.fingerprint import fingerprint
 
         return fingerprint("code", self.digests)
@@ -111,7 +111,8 @@ class Code:
                 shutil.copyfile(path, written / name)
 
     def _other_sources(self) -> Iterator[tuple[str, Path]]:
-        """Yield package files that no source file imports by name. Code may import such a file by a computed name."""
+        """Yield the other Python files in the packages of these sources, since code can import a file by a computed
+        name."""
         for name, source in self.sources.items():
             top, _, file = name.partition("/")
             if file == "__init__.py" and top not in MILLRACE_PACKAGES:

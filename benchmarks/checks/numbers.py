@@ -26,7 +26,7 @@ OVER_CAP = 0.2  # approximate share of the ratios above the cap
 def differences(rig: Rig) -> Verdict:
     """Compare the log-probabilities of engine and trainer.
 
-    If the engine is in bfloat16, also compare the engine's and the trainer's log-probabilities with float32 values."""
+    If the engine is in bfloat16, also compare both with log-probabilities that are computed in float32."""
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts

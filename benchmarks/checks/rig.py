@@ -36,7 +36,8 @@ class Verdict:
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that repeats its first responses. Calls of a worker method run in the context `around(method)`."""
+    """A worker group that repeats its first responses. A check can set `around` to a function that returns a context
+    manager for a worker method. Every call of the method then starts inside this context manager."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(

@@ -24,7 +24,8 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make the CPU allocator return freed memory to the system, so that the limit does not count freed memory."""
+    """Make the CPU allocator return freed memory to the system. Otherwise `short_of_memory` would allow the freed
+    memory in addition to `room`."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)

@@ -55,7 +55,7 @@ def _weights(worker: Worker) -> dict[str, Tensor]:
 
 @contextmanager
 def _skip_sync(old: dict[str, Tensor]) -> Iterator[None]:
-    """Send outdated values of some tensors to vLLM inside the `with` block."""
+    """Inside the `with` block, send the outdated tensors `old` to vLLM instead of the tensors' current values."""
     load = weight_sync.load_weights
 
     def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:

@@ -9,8 +9,8 @@ r"""Compare TRL's GRPOTrainer with our trainer on the same model, prompts, batch
         --out DIR
     python -m benchmarks.vs_trl --judge DIR                               # evaluate saved weights
 
-The sides run one after the other, each in a new process. TRL runs with the settings that make it fastest: the best
-micro-batch, no gradient checkpointing, SDPA, fused AdamW, and no unneeded forward pass.
+The trainers (sides) run one after the other, each in a new process. TRL runs with the settings that make it fastest:
+the best micro-batch, no gradient checkpointing, SDPA, fused AdamW, and no unneeded forward pass.
 
 On a GPU, all sides run one GPU's share of verl's Llama-3.2-1B benchmark with random weights. It has 128 prompts of 107
 tokens with 5 responses each, four updates, and a reference policy. TRL pads its batches, so `--lengths equal` is its

@@ -16,9 +16,9 @@ class Job:
     """The work of one trainer. `folder`: contains the prompts in the order of the steps. If `evaluated_steps` is not
     empty, the folder also contains the held-out problems and the weights.
 
-    `precision`: fp32 or bf16. With fp32, a GPU computes matrix products in bfloat16. Only TRL supports bf16. `lengths`:
-    the number of tokens of each response in a step, or () if the model ends the responses itself. `micro_batch`: the
-    number of responses in one forward pass of TRL."""
+    `precision`: the type of the weights, fp32 or bf16 (TRL only). On a GPU, matrix products are in bfloat16 with both.
+    `lengths`: the number of tokens of each response in a step, or () if the model ends the responses itself.
+    `micro_batch`: the number of responses in one forward pass of TRL."""
 
     name: str
     device: str

@@ -1,4 +1,6 @@
-"""The common part of the comparisons with TRL: both sides run one after the other, each in a new process."""
+"""The common functions of the comparisons with TRL. The two sides, TRL and our trainer, run one after the other, each
+in a new process.
+"""
 
 import argparse
 import json
@@ -14,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 Side = Callable[[dict[str, Any], list[Any]], dict[str, Any]]
-"""A function that runs one side. Its arguments are the job and the rows, and it returns the measurements."""
+"""A function that runs TRL or our trainer. Its arguments are the job and the rows, and it returns the measurements."""
 
 
 def now() -> float:
@@ -26,7 +28,8 @@ def now() -> float:
 def start(
     words: Sequence[str], *, threads: int, python: str | None = None, site: Path | None = None, **variables: str
 ) -> None:
-    """Run Python with the arguments `words`. If `site` is given, this folder is the first on the module path."""
+    """Run Python with the arguments `words`. `threads`: the number of CPU threads of numerical libraries. `python`: the
+    interpreter. `site`: a folder that comes first on the module path. `variables`: more environment variables."""
     path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **variables}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -63,7 +66,8 @@ def run_both(
     module: str, arguments: argparse.Namespace, folder: Path, job: Mapping[str, Any], rows: Sequence[Any],
     tokens: Sequence[int],
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Run both sides on the same rows, and return their measurements. `tokens`: the number of tokens in each step."""
+    """Run TRL and our trainer on the same rows, and return the measurements of both. `tokens`: the number of tokens in
+    each step."""
     (folder / "job.json").write_text(json.dumps(job))
     (folder / "rows.json").write_text(json.dumps(rows))
     found = {}

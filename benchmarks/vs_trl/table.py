@@ -1,4 +1,7 @@
-"""The table of `benchmarks.vs_trl`: the medians of each trainer, and the measured and required ratios."""
+"""The table of `benchmarks.vs_trl`: the measurements of each trainer, and our speed and peak memory relative to TRL's.
+
+The table also has the required values of these ratios.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +12,8 @@ MEMORY_BAR = 0.5  # largest ratio of our peak memory to TRL's on a GPU
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row of medians for each trainer, and the ratios of our trainer to every other trainer."""
+    """Return a row of measurements for each trainer, and ratios that compare our trainer with every other trainer. The
+    ratios are those of speed, processor time and peak memory."""
     if not reports:
         raise SystemExit("no side was measured")
     sides = {name: _row([one for one in reports if one["side"] == name]) for name in _in_order(reports)}

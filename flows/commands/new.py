@@ -12,7 +12,7 @@ from flows import SOURCE_FOLDER
 from rlcore.errors import ConfigError
 
 TEMPLATES = Path(__file__).with_name("templates")
-"""The folder of templates. Tasks and environments are copied from `data/`."""
+"""The folder of templates. For a task or an environment, a module of `data/` is copied instead of a template."""
 Kind = Literal["task", "scorer", "loss", "advantage", "environment", "experiment", "suite", "sweep", "slurm", "project"]
 COMMANDS: dict[Kind, str] = {
     "task": "millrace run experiment=debug data=custom data.build={name}:build data.scorer={name}:score",

@@ -81,7 +81,10 @@ def _values(key: str, typed: str) -> Iterator[str]:
 
 
 def _values_by_key() -> dict[str, list[str]]:
-    """Return the literal values of each setting. There are none if docs/settings.md is not installed."""
+    """Return the values that the tab completion offers for each setting.
+
+    The values are read from docs/settings.md. If this page is not installed, all lists are empty.
+    """
     if not PAGE.is_file():
         from rlcore.config.run import all_keys
 
@@ -171,5 +174,5 @@ ConfigDir = Annotated[
         is_eager=True,  # before any name of a member is looked up
     ),
 ]
-"""The option `--config-dir`. `use_config_dir` sets the environment of this process and its children."""
+"""The option `--config-dir`. Its callback stores the folder in an environment variable, for child processes too."""
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of Prefect and the trainer too.")]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 MAX_SLOTS = 1_024  # each slot of a root is a lock on a file
 STATES = ("running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun")
-"""The values of `flows.work.runs.State`, whose module takes longer to import than most commands take to run."""
+"""The values of `flows.work.runs.State`. They are repeated here, because the import of that module is slow."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))  # seconds and names of units, largest first
 
@@ -139,14 +139,16 @@ def logs(
 
 
 def _print_line(line: str) -> None:
-    """Print a line without Ray's colours. Escape other control characters, which a response may contain."""
+    """Print a line without Ray's color codes. Escape other control characters, which a response may contain."""
     from flows.progress import printable
 
     print(printable(_COLOUR.sub("", line)), flush=True)
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Request a run to stop, and wait for its end. The run finishes its step and saves. The run's command resumes it.
+    """Request a run to stop, and wait for its end. The run finishes its step and saves.
+
+    Repeat the run's command to resume the run.
 
     Examples:
       millrace stop countdown_demo-s1

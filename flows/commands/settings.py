@@ -37,7 +37,10 @@ _HYDRA = {
     "--experimental-rerun": "The command of a run is in its run.json and its report; it resumes the run",
     **dict.fromkeys(("-sc", "--shell-completion"), "Write millrace --install-completion"),
 }
-"""The advice in error messages about Hydra's options, and values of these options, that no command supports."""
+"""The advice in the error message for each option of Hydra that a command does not support.
+
+Some keys are values of Hydra's options, such as `plugins` for `--info`.
+"""
 
 
 class CommandGroup(TyperGroup):
@@ -105,8 +108,10 @@ def _usage_error(error: Any) -> ConfigError:
 def command_group(
     sections: Mapping[str, Mapping[str, Callable[..., None]]], description: str, **more: Any
 ) -> typer.Typer:
-    """Return a typer group. `sections` has the commands for each section of the group's help. Examples are not
-    wrapped."""
+    """Return a typer group of commands. `sections` has the commands for each section of the group's help.
+
+    The lines of examples in a command's help are not wrapped.
+    """
     group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
     for section, name, command in ((section, *one) for section, each in sections.items() for one in each.items()):
         short, _, examples = inspect.cleandoc(command.__doc__ or "").partition("\n\nExamples:\n")

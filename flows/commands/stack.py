@@ -94,7 +94,7 @@ def metrics(
 
 
 def prometheus_text(root: Path) -> str:
-    """Return the current metrics of a root. Only runs with a living process have individual metrics."""
+    """Return the current metrics of a root. Runs without a living process are only counted, by state."""
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     from flows.stack.control import service_states
@@ -146,7 +146,7 @@ def deploy(
     root: OptionalRoot = None,
     config_dir: ConfigDir = None,
 ) -> None:
-    """Create or update a deployment of an experiment in the running stack. The stack's worker runs the deployment.
+    """Create or update a Prefect deployment of an experiment. The worker of `millrace up` runs the deployment.
 
     Examples:
       millrace deploy mine.yaml

@@ -104,7 +104,7 @@ def compare(
 
 
 def report(run: Run, root: OptionalRoot = None) -> None:
-    """Write the report of a run: HTML pages, a JSON file with their numbers, and charts.
+    """Write the report of a run: an HTML page, a JSON file with the numbers of this page, and charts.
 
     Examples:
       millrace report experiment=countdown_demo
@@ -253,7 +253,9 @@ def _running_mlflow(root: Path) -> "Service | None":
 
 
 def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
-    """Send the undelivered parts of journals to MLflow. Without an argument, all runs are sent. Repeating this is safe.
+    """Send the metrics and the final status of runs to MLflow. Without an argument, all runs are sent.
+
+    Metrics that were sent before are not sent again.
 
     Examples:
       millrace sync

@@ -1,7 +1,8 @@
 """The choice and start of a command's Prefect server. Call these functions before Prefect is imported.
 
-A command uses the server of `PREFECT_API_URL`, or else the running server of `millrace up` under the same root. Without
-these, the command starts a server that ends with the command. The database of this server is in `<root>/prefect`.
+A command uses the server of `PREFECT_API_URL`, or else the running server of `millrace up` under the same root. If
+neither exists, the command starts a server that ends with the command. The database of this server is in
+`<root>/prefect`.
 """
 
 import atexit

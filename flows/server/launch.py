@@ -2,9 +2,9 @@
 
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
-The launcher asks the kernel to send SIGTERM when the parent's thread that started the launcher ends. The launcher then
-replaces itself with the command. This takes 20 ms. A `preexec_fn` is not used, because it may deadlock if a process
-has threads.
+The launcher asks the kernel to send it SIGTERM when the parent's thread that started it ends. This request remains
+valid after the launcher has replaced itself with the command. A `preexec_fn` could make the same request, but it may
+deadlock if a process has threads. The launcher delays the command by 20 ms.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """A watch on this process's flow run. It notices when a user cancels or suspends the flow run at the Prefect server.
 
-The watch polls the state of the flow run, because Prefect's signals are incomplete. The event of a suspension may
-precede the state in the database. A worker of Prefect 3.7 does not cancel a flow run again after a retry. A dead worker
-cancels nothing.
+The watch polls the state of the flow run, because Prefect's events and signals are not sufficient. The event of a
+suspension may arrive before the new state is in the database. On a cancellation, the worker sends a signal. A worker of
+Prefect 3.7 sends none if the flow run was cancelled and retried before, and a dead worker never sends one.
 """
 
 import logging
@@ -38,8 +38,10 @@ ENGINE = "prefect.engine"
 
 
 class FlowCancelledError(Abort):
-    """The error that ends a cancelled or stopped flow run, unless a worker ends it. The trainer saves before the
-    end."""
+    """The error by which a cancelled or stopped flow run ends itself, unless its worker has ended the flow run before.
+
+    The trainer saves before the flow run ends.
+    """
 
 
 class _FlowRunWatch:
@@ -106,7 +108,10 @@ def watch_flow_run() -> Iterator[None]:
 
 
 def end_if_cancelled() -> None:
-    """Raise FlowCancelledError if the flow run was cancelled at least `CANCEL_AFTER_S` seconds ago."""
+    """Raise FlowCancelledError if the flow run was cancelled at least `CANCEL_AFTER_S` seconds ago.
+
+    If the worker is alive, its signal ends the flow run much earlier.
+    """
     since = None if _watch is None else _watch.cancelled_at
     if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
         raise FlowCancelledError(STOP_REQUESTED)
@@ -198,14 +203,19 @@ def _set_cancelled(run_id: UUID) -> None:
 
 
 def set_flow_run_state(state: State[object]) -> None:
-    """Set the state of this process's flow run. Prefect's `pause_flow_run` would block the flow."""
+    """Set the state of this process's flow run, for example to Paused while the run waits for disk space.
+
+    Prefect's `pause_flow_run` is not used, because it would block the flow.
+    """
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
 
 def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
-    """Return a context manager that limits the retries of requests to a Prefect server that is down. Entering it takes
-    60 ms."""
+    """Return a context manager in which a failed request to the Prefect server is retried at most `number` times.
+
+    Enter it once for several requests, because entering it takes 60 ms.
+    """
     return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 

@@ -1,1 +1,1 @@
-"""The local stack of Prefect and MLflow servers, workers and a Ray head, and our objects in the Prefect server."""
+"""The local stack of Prefect and MLflow servers, workers and a Ray head, and our deployments in the Prefect server."""

@@ -51,12 +51,12 @@ JOB_TEMPLATE: dict[str, Any] = {
 a job variable could set another command, environment or folder.
 """
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
-"""The largest number of concurrent flow runs in each work queue."""
+"""The largest number of concurrent flow runs in each work queue. None means no limit."""
 POOL_FILTER = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 
 
 def main() -> None:
-    """Update all objects in the Prefect server and print the changes."""
+    """Update our work pool, automations and deployments in the Prefect server, and reschedule lost runs."""
     root = Path(os.environ[STACK_ROOT])
     with get_client(sync_client=True) as client:
         ensure_pool(client, has_slots=bool(Slots(root).devices()))
@@ -102,7 +102,7 @@ NULL_TYPE = {"type": "null"}
 
 
 def simplify_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
-    """Make the optional fields of a deployment's form clearable. Pause or resume the deployment."""
+    """Let users clear the optional fields of a deployment's form. Also set whether the deployment is paused."""
     schema = without_null_types(deployment.parameter_openapi_schema or {})
     client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
 
@@ -123,7 +123,10 @@ def without_null_types(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAILURE_EVENTS = ("Failed", "Crashed", "TimedOut", "Suspended")
-"""The flow-run states that send a notification. Paused sends none, because the run waits for disk space or slots."""
+"""The flow-run states that send a notification.
+
+Paused is not among them, because a paused run waits for disk space or slots and then continues without a user.
+"""
 _IMMEDIATELY = partial(EventTrigger, posture=Posture.Reactive, threshold=1, within=timedelta(0))
 _DEPLOYED = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
@@ -163,7 +166,10 @@ CANCELLED_RUNS = AutomationCore(
     ),
     actions=[ChangeFlowRunState(state=StateType.CANCELLED, name="Cancelled", message=CANCELLED, force=False)],
 )
-"""The automation that sets our message on a cancelled run, because Prefect's worker writes a fixed text."""
+"""The automation that replaces the message of Prefect's worker on a cancelled run.
+
+The new message says that finished work is saved and that a retry resumes it.
+"""
 
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:

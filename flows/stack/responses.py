@@ -1,4 +1,4 @@
-"""The page with the recorded responses of a root, on MLflow's server behind its guard and login.
+"""The page with the recorded responses of a root. MLflow's server serves the page and requires its login.
 
     GET /answers/                     the page
     GET /answers/runs                 the names of the runs with recorded responses

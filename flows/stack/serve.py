@@ -1,11 +1,11 @@
-"""The servers of Prefect and MLflow behind our guard.
+"""The servers of Prefect and MLflow behind a guard, which checks the host name, origin and login of each request.
 
     python -m flows.stack.serve PORT            the Prefect server of a stack
     python -m flows.stack.serve one-command FD  the server of one command (`flows.server.api`) on an open socket
 
-`prefect server start` has no option for a guard. Clients of the open socket FD wait until the server is up. `mlflow
-server` gets `guarded_mlflow` from `pyproject.toml`. Secrets are in the environment, because any user can see a command
-line.
+This module starts Prefect's server itself, because `prefect server start` has no option for a guard. `mlflow server`
+finds `guarded_mlflow` by an entry point in `pyproject.toml`. Clients of the open socket FD wait until the server is up.
+Secrets are in the environment, because any user can see a command line.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _is_cross_origin(headers: Headers, host: str) -> bool:
-    """Return whether the request was caused by a page of another origin. A link that a user follows is allowed."""
+    """Return whether a page of another origin caused the request. A link that a user follows does not count."""
     if any(origin not in (f"http://{host}", f"https://{host}") for origin in headers.getlist("origin")):
         return True
     return headers.get("sec-fetch-site") in FOREIGN_SITES and headers.get("sec-fetch-mode") != "navigate"
@@ -108,10 +108,10 @@ def _has_login(authorization: str, login: str) -> bool:
 
 
 class SlotsLimit:
-    """An ASGI application in front of Prefect's server. It keeps the limit `millrace-slots` equal to the root's slots.
+    """An ASGI application in front of Prefect's server, which shows the root's slots on Prefect's pages.
 
-    The limit is updated before a client reads it. Prefect only displays this limit. The slots' locks decide which runs
-    train.
+    It updates Prefect's concurrency limit `millrace-slots` before a client reads this limit. Prefect only displays the
+    limit. The locks of the slots decide which runs train.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:

@@ -127,7 +127,10 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
 
 
 def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
-    """Return environment variables for all processes of the stack. They have Prefect's settings and our code path."""
+    """Return environment variables for the processes that use Prefect.
+
+    They contain Prefect's settings, and our source folder in PYTHONPATH.
+    """
     return {
         **PREFECT_ENVIRONMENT,
         "PREFECT_HOME": str(root / "prefect"),
@@ -150,7 +153,11 @@ def _start(
     ready_url: str = "",
     tether: bool = False,
 ) -> Service:
-    """Start a service with a log file under the root. The secret address of a database goes only to its server."""
+    """Start a service with a log file under the root.
+
+    The service does not inherit the addresses of databases, which may contain passwords. Only the server that uses a
+    database gets its address, in `environment`.
+    """
     log = log_of(root, name)
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
     inherited = {key: value for key, value in os.environ.items() if key not in secret}

@@ -29,8 +29,8 @@ LOOPBACK = "127.0.0.1"
 class Service:
     """A process of the stack. `born` is the start time of the process.
 
-    `version` is the version with which a server was started. `ready_url` is a page that answers once the service is up.
-    A missing address is ''.
+    `version` is the version of a Prefect or MLflow server, otherwise ''. `ready_url` is a page that answers once the
+    service is up. A missing address is ''.
     """
 
     name: str

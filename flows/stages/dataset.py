@@ -29,8 +29,10 @@ def root_of(config: RunConfig) -> Path:
 
 
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build the dataset of a run or suite unless it exists. The result warns of references that do not earn the full
-    score."""
+    """Build the dataset of a run or suite unless it exists.
+
+    The result has a warning if the scorer does not give the full score to the reference answers or solutions.
+    """
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
     return replace(made, warning=check_parts(config, splits))
 
@@ -114,7 +116,10 @@ def has_tokenizer(config: RunConfig) -> bool:
 def status_of_rows(
     name: str, config: RunConfig, place_of: Callable[[RunConfig], Path | None], what: str = ""
 ) -> StageStatus:
-    """Return the status of a stage that creates a folder of rows. Every stage except `dataset` needs the tokenizer."""
+    """Return the status of a stage that creates a folder of rows.
+
+    For every stage except `dataset`, the folder is unknown until the tokenizer exists.
+    """
     damage = read_finished_or_reason(planned_tokenizer(config))[1]
     place = place_of(config) if name == "dataset" or has_tokenizer(config) else None
     if place is None:
@@ -128,7 +133,8 @@ def status_of_rows(
 def count_rows(config: RunConfig, splits: Sequence[str] = SPLITS) -> int | None:
     """Check the rows of local files. Return the number of rows in the first split, or None if it is unknown.
 
-    For a custom function, the settings give this number. Raises DataError with the file and line of an invalid row.
+    For rows that are not in local files, the number is the setting `train_size`, if the task has it. Raises DataError
+    with the file and line of an invalid row.
     """
     from data.trial import validate_rows
 

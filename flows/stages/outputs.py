@@ -168,7 +168,7 @@ class Export(Stage[ExportedWeights]):
     checkpoint: ClassVar[str] = "last"
 
     def place(self, run: OpenRun) -> tuple[Path, int]:
-        """Return the folder and the step of the weights."""
+        """Return the folder of the exported weights, and the step of their checkpoint."""
         return run.layout.exported_model, last_step(run)
 
     def status(self, run: OpenRun) -> StageStatus:
@@ -193,7 +193,10 @@ class Export(Stage[ExportedWeights]):
 
 @dataclass(frozen=True)
 class ExportBest(Export):
-    """The stage that exports the weights with the best held-out score, or the last weights if they are best."""
+    """The stage that exports the weights with the best held-out score, unless they are already exported.
+
+    If there is no separate best checkpoint to export, the stage returns the last weights, which `Export` has exported.
+    """
 
     name, label, checkpoint = "export-best", "best weights", "best"
 

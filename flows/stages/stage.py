@@ -203,7 +203,11 @@ class StageStatus:
 
 
 class Stage(ABC, Generic[R]):
-    """A stage of a run. Each kind of stage is a frozen dataclass, and its instances differ in their fields."""
+    """A stage of a run, which returns its result from disk or creates it.
+
+    Each kind of stage is a frozen dataclass. Its fields distinguish stages of the same kind, such as two chunks of the
+    training.
+    """
 
     name: ClassVar[str]  # kind of stage, which is shown in plans and task names
     label: ClassVar[str] = ""  # first words of a result's description, by default `name`

@@ -152,7 +152,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Train(Stage[Chunk]):
-    """The stage that trains up to step `stop` and saves. Only the last chunk waits for the end of the save."""
+    """The stage that trains from step `start` to step `stop` and saves a checkpoint.
+
+    Only the last such stage of a run waits until its checkpoint is written. The checkpoint of any other stage is
+    written while the next stage trains.
+    """
 
     name = "train"
     in_trainer = True

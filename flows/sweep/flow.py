@@ -66,7 +66,10 @@ TrainFunction = Callable[[Member, int, str], object]  # arguments: a run, a step
 
 
 def wait_for_others() -> None:
-    """Sleep while other processes train. Raises FlowCancelledError or Pause if the flow run was stopped."""
+    """Sleep for `POLL_S` seconds. Call this function in a loop that waits for other processes to train points.
+
+    Raises FlowCancelledError if the flow run was cancelled, and Pause if it was suspended.
+    """
     end_if_cancelled()
     end_if_suspended()
     time.sleep(POLL_S)

@@ -1,7 +1,7 @@
 """The Optuna study of a sweep. Each point of the sweep is a trial of the study.
 
-The study orders and prunes the points, and stores their scores and runs. It is a journal in the sweep's folder, which
-several processes may share. A failed or interrupted trial is queued again.
+The study orders and prunes the points, and stores their scores and runs. It is stored as a journal in the sweep's
+folder, so that several processes can share it. A failed or interrupted trial is queued again.
 """
 
 import json
@@ -40,7 +40,7 @@ from rlcore.tracking.journal import read_journal
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""The attributes of a point's trial. If a trial has no settings, the process that created it was killed."""
+"""The names of a trial's attributes. A trial lacks `settings` if its process was killed before storing them."""
 SEED_STRIDE = 100_003  # distance between the sampler seeds of two search seeds; each point has its own
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
@@ -48,9 +48,10 @@ LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, wh
 class PairedPruner(BasePruner):
     """A pruner that ends a trial if the best trial beats it on the same held-out problems.
 
-    A trial is beaten if the interval of the paired difference (see `paired_difference`) excludes 0. At the k-th
-    comparison, the best n / (k + 1) of the n started trials always continue, because an early lead may be lost. Trials
-    without common problems are not compared.
+    The best trial beats another if its mean score is better and the interval of the paired difference (see
+    `paired_difference`) excludes 0. A trial is compared whenever it has a new score. At its k-th score, a trial among
+    the best n / (k + 1) of the n scored trials always continues, because early scores are less reliable. Trials without
+    common problems are not compared.
     """
 
     def __init__(self, confidence: float) -> None:
@@ -180,7 +181,7 @@ class BudgetTracker:
             self._write({"budget": budget, "begun": time.time(), "runs": [], "steps": 0, "ended_by": ""})
 
     def read(self) -> dict[str, Any]:
-        """Return the used budget. `runs` has the ids of runs, and `steps` is a number.
+        """Return the used budget. `runs` has the ids of the started runs, and `steps` is the number of reserved steps.
 
         `ended_by` is the limit that is used up, such as `10 runs`, or ''.
         """
@@ -201,7 +202,10 @@ class BudgetTracker:
             return not over
 
     def estimate_s(self, steps: int, unfinished: int = 0) -> float | None:
-        """Return the seconds that `steps` steps take at this call's mean speed, or None before the first step."""
+        """Return the seconds that `steps` steps take at the mean speed so far, or None before the first step.
+
+        `unfinished` is the number of reserved steps that are not trained yet.
+        """
         known = self.read()
         done = known["steps"] - unfinished
         return (time.time() - known["begun"]) / done * steps if done > 0 else None
@@ -263,7 +267,7 @@ class Member:
         return run_id(self.config)
 
     def refresh(self, metric: str, step: int) -> bool:
-        """Read the step and the score from the run's folder. Return whether the run has a score at `step`."""
+        """Read the newest checkpoint's step and the score at `step` from disk. Return whether this score exists."""
         self.step = committed_step_or_zero(self.config)
         self.score = score_at(self.config, metric, step) if self.step >= step else None
         return self.score is not None

@@ -53,7 +53,7 @@ def check_run(settings: RunSettings) -> None:
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """Check the custom functions, the model files on this machine, the run's folder and the root."""
+    """Check the custom functions, the model files on this machine, the run's folder and `paths.root`."""
     _require_functions(config)
     tokens = _tokens(config)
     for key, path in model_paths(config).items():

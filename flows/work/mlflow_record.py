@@ -1,8 +1,8 @@
 """The writer of a run's MLflow page. It does not write the metrics, which the trainer's journal delivers.
 
 A thread writes the inputs at the start of the run. At the end of the run, it writes the results within a deadline. A
-failure is only logged. `recorded.json` in the run's folder records what MLflow has, so that a finished run needs no
-request.
+failure is only logged. `recorded.json` in the run's folder records what MLflow already has. A repeated command
+therefore sends no request to MLflow if nothing has changed.
 """
 
 import logging
@@ -75,7 +75,10 @@ class MlflowContents:
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Return a digest of the run's settings, its code, and the address of its MLflow page."""
+    """Return a digest of the run's settings, its code, and the address of its MLflow page.
+
+    If it has changed, the inputs are written to MLflow again.
+    """
     uri = resolve_uri(config.tracking, Path(config.paths.root).absolute())
     place = fingerprint("page", [uri, config.tracking.experiment])[:8]
     return f"{settings_fingerprint(config)}-{config.trainer.total_steps}-{code_for_run(config).fingerprint}-{place}"
@@ -104,8 +107,10 @@ def log_run_page(
     rows: tuple[StageResult, StageResult] | None = None,
     outcome: tuple[ReportPage | None, ExportedWeights, ExportedWeights] | None = None,
 ) -> MlflowContents:
-    """Write a run's MLflow page. The inputs are written if `rows` (dataset, filtered dataset) is given. The results are
-    written if `outcome` (report, last and best weights) is given. Return the record of what MLflow has.
+    """Write a run's MLflow page. Return the record of what MLflow has.
+
+    The inputs are written if `rows` (dataset, filtered dataset) is given. The results are written if `outcome` (report,
+    last and best weights) is given. `prefect` has values for tags, such as `flow_run_id`.
     """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
@@ -251,7 +256,10 @@ class MlflowRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Cancel pending requests. An error before the first attempt or after the last step is reported to MLflow."""
+        """Cancel pending requests. Report an error to MLflow if the trainer cannot report it.
+
+        The trainer cannot report an error before its first attempt or after the last step.
+        """
         run, begun = self._run, bool(read_attempts(self._run.layout.run_dir))
         is_trained = begun and not has_untrained_steps(run.layout.run_dir)
         if error is not None and run.config.tracking.enabled and (is_trained or not begun):

@@ -69,7 +69,8 @@ SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
     """Raise CheckpointError if the code, data or models of a run differ from the run's record, or if the run has more
-    steps than `trainer.total_steps`. The message lists the changes. Without `inputs`, filtered rows are not compared.
+    steps than `trainer.total_steps`. The message lists the changes. `inputs`: the current inputs. If it is None, the
+    filtered rows are not compared with the recorded ones.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):  # the run has not begun
@@ -173,7 +174,10 @@ class PrefectView:
 
 
 class OpenRun:
-    """A run that is open in this process. `title` names it in tasks. For `planning_config`, see `RunSettings`."""
+    """A run that is open in this process. The names of its Prefect tasks contain `title`.
+
+    For `planning_config`, see `RunSettings`.
+    """
 
     def __init__(
         self,
@@ -214,11 +218,11 @@ class OpenRun:
 
     @cached_property
     def origin(self) -> Origin:
-        """The record in the run's folder. The record of a new run has only the settings."""
+        """The run's record in `run.json` (see `Origin`). The record of a new run has only the settings."""
         return read_origin(self.layout.run_dir) or Origin(self.config)
 
     def note(self, **changes: Any) -> None:
-        """Change fields of the record in the run's folder. The run must be open."""
+        """Change fields of `origin` and write it to `run.json`. The run must be open."""
         changed = replace(self.origin, **changes)
         if changed != self.origin or not self.layout.run_json.is_file():
             changed.write(self.layout.run_dir)
@@ -226,12 +230,12 @@ class OpenRun:
 
     @property
     def is_trained(self) -> bool:
-        """True if the run had reached its last step when `committed` was first read."""
+        """True if `committed` is the last step. It does not change during training, because `committed` is cached."""
         return self.committed >= self.config.trainer.total_steps
 
     @property
     def is_evaluation(self) -> bool:
-        """True if the run is an evaluation, which has only rows of suites and no training steps."""
+        """True if the run is an evaluation, which tests a model on suites and has no training steps."""
         return self.config.name == EVALUATION
 
     @contextmanager
@@ -241,8 +245,9 @@ class OpenRun:
         on_line: Callable[[str], None],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Send the trainer's events and log lines to these functions inside the block. `on_wait` is called often during
-        a call of the trainer, and an exception in `on_wait` ends the call.
+        """Inside the block, call `on_event` with each event of the trainer and `on_line` with each line of its log.
+
+        `on_wait` is called often while a command waits for the trainer. An exception in `on_wait` stops the trainer.
         """
         trainer = self.trainer
         before = trainer.on_event, trainer.on_line, trainer.on_wait

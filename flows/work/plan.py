@@ -38,9 +38,9 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """The disk space of a run in bytes. `needed_bytes` covers the checkpoints still to be written, and the reserve.
+    """The disk space of a run in bytes. `needed_bytes` covers the checkpoints still to be written and `reserve_bytes`.
 
-    `checkpoint_bytes` is None if the size of a checkpoint is unknown.
+    `reserve_bytes` is the space that must stay free. `checkpoint_bytes` is None if the size of a checkpoint is unknown.
     """
 
     checkpoint_bytes: int | None
@@ -56,8 +56,8 @@ class RunPlan:
     """The stages of a run with their status, and the run's requirements.
 
     The memory plans are for one rank's GPU. They are None if the model's shape is unknown. Without a warm start,
-    `warm_start_memory` is None. `versions` has the trainer's versions. If this process has another version of a
-    package, `versions` also has it as `flow.<package>`.
+    `warm_start_memory` is None. `versions` has the versions of the trainer's packages. If this process has a different
+    version of a package, the key `flow.<package>` has this version.
     """
 
     run_id: str

@@ -18,9 +18,10 @@ def _drop_nan(seconds: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a stage. A value is None if it is not known. `to_step` is the last step of the current chunk.
+    """The progress of a stage. A value is None if it is not known.
 
-    `eta_s` and `sweep_eta_s` are the times to the end of the stage and of the sweep. `tokens_per_s` is per device.
+    `to_step` is the last step of the current chunk (`trainer.steps_per_chunk`). `eta_s` and `sweep_eta_s` are the times
+    to the end of the stage and of the sweep. `tokens_per_s` is per device.
     """
 
     stage: str

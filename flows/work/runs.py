@@ -42,14 +42,15 @@ if TYPE_CHECKING:
 
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
-"""The state of a run. `running`, `waiting` (for disk space or slots) and `stopping` have a living process.
+"""The state of a run. The process of a `running`, `waiting` (for disk space or slots) or `stopping` run still exists.
 
-A `stopped` run saved after a stop request. A `lost` run ended without a record. A `not begun` run has had no trainer.
+A `stopped` run ended after a stop request. A `lost` run ended without recording why. A `not begun` run has never
+started a trainer.
 """
 STATES: tuple[State, ...] = get_args(State)
 
 STOP_FILE = "stop.json"
-"""The file with the last stop request. A repeated `millrace stop` reads it, and sends no second signal."""
+"""The file with the last stop request. A repeated `millrace stop` reads it and does not signal the process again."""
 SAME_COMMAND = "the same command resumes it"
 
 
@@ -315,9 +316,9 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
 
 
 def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> tuple[str, str]:
-    """Upload the files to the runs in MLflow. Return `mlflow_page` and `mlflow_table` of `Comparison`.
+    """Upload the files to the runs in MLflow. Return the addresses `mlflow_page` and `mlflow_table` for a `Comparison`.
 
-    A failure is logged. Both addresses are then ''.
+    If the upload fails, the error is logged and both addresses are ''.
     """
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
@@ -378,9 +379,9 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the MLflow store of the root that contains the run's folder.
+    """Return the address of the MLflow store of the root that contains the run's folder.
 
-    Return None if the run keeps the store in `attempts.jsonl`.
+    Return None if the run's metrics belong in the store that `attempts.jsonl` names.
     """
     root = folder.parents[1]
     try:

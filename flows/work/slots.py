@@ -152,8 +152,8 @@ class Slots:
         return next((state.wait_reason(request) for request in state.waiting if request.run_id == run_id), "")
 
     def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
-        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason. An exception from
-        `on_wait` ends the wait. Raises ConfigError as soon as the root has fewer slots than requested.
+        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason for the wait. An
+        exception from `on_wait` ends the wait. Raises ConfigError as soon as the root has fewer slots than requested.
         """
         if not self.devices():
             return HeldSlots(self, request, {}, ())
@@ -184,7 +184,10 @@ class Slots:
 
 
 class HeldSlots:
-    """The slots that a run has acquired. A trainer inherits `descriptors`. `environment` names the devices."""
+    """The slots that a run has acquired. `descriptors`: the file descriptors of their lock files.
+
+    A trainer inherits the descriptors. `environment` limits it to the slots' devices (`CUDA_VISIBLE_DEVICES`).
+    """
 
     def __init__(
         self, slots: Slots, request: SlotRequest, locks: Mapping[int, FileLock], devices: Sequence[str]

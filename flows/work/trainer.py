@@ -232,8 +232,8 @@ class TrainerProcess:
             self.on_event(event)
 
     def _end(self, child: "_Child", *, is_stop: bool) -> None:
-        """Wait for the end of a process that has reported an error. With `is_stop`, the process finishes its step and
-        saves first. A second interrupt kills the process.
+        """Wait until the process has ended. With `is_stop`, first request a stop, so that the process finishes its step
+        and saves. If the user interrupts again or a time limit is exceeded, kill the process.
         """
         self._child = None
         try:
@@ -343,7 +343,10 @@ class _Child:
         return gone is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to this process only, because the process needs its helper processes to finish the step."""
+        """Send a signal to this process only.
+
+        Its helper processes get no signal, because they are needed to finish the step.
+        """
         if self.process.returncode is None:
             os.kill(self.process.pid, number)  # `send_signal` would poll
 
@@ -369,10 +372,11 @@ def interpreter_of(python: str | None) -> str:
 
 
 def trainer_variables(python: str | None) -> dict[str, str]:
-    """Return this process's environment with a `PYTHONPATH` with which the trainer runs the same code.
+    """Return the trainer's environment variables: those of this process, and a `PYTHONPATH`.
 
-    The current folder may contain a scorer. It is last in the path, so that its files replace no module. If `python` is
-    set, the path has that interpreter's packages. `DELIVERY_VARIABLE` names our interpreter, which delivers to MLflow.
+    With the `PYTHONPATH`, the trainer imports the same code as this process. The last entry is the current folder, for
+    custom scorers. Files there therefore cannot replace installed modules. If `python` is set, the path has that
+    interpreter's packages. `DELIVERY_VARIABLE` then names this process's interpreter, which delivers to MLflow.
     """
     here = str(Path.cwd())
     if python is None:

@@ -1,4 +1,7 @@
-"""Sums and rankings of tokens. `rank_share`, `token_covariance` and `clipped_by_covariance` need a whole mini-batch."""
+"""Sums and rankings over tokens.
+
+`rank_share`, `token_covariance` and `clipped_by_covariance` need the tokens of a whole mini-batch.
+"""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -18,8 +21,8 @@ Ids = Int[Tensor, "T"]
 class Denominator:
     """The divisors for the aggregated loss of a mini-batch, counted over all its micro-batches and all ranks.
     `num_tokens` is the number of response tokens. `num_sequences` is the number of responses. `norm_tokens` is
-    `rollout.max_response_tokens`. Each divisor is at least 1, because a mini-batch without response tokens has no
-    update.
+    `rollout.max_response_tokens`. Each divisor is at least 1, because mini-batches without response tokens are
+    skipped.
     """
 
     num_tokens: int

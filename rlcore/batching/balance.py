@@ -177,7 +177,7 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighbouring sequences that share a prompt. A group has at most the mean number of tokens of a micro-batch,
+    """Group neighboring sequences that share a prompt. A group has at most the mean number of tokens of a micro-batch,
     unless it is a single sequence. Return the groups, and the number of computed tokens of each group.
     """
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
@@ -257,8 +257,8 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the smallest number of micro-batches that stay within `max_tokens`, whether they are balanced by cost
-        or by tokens. A micro-batch of a single sequence may exceed this limit."""
+        """Return the smallest number of micro-batches that keeps each of them within `max_tokens`. The limit must hold
+        for balancing by cost and for balancing by tokens. A micro-batch of a single sequence may exceed it."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))

@@ -128,9 +128,9 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
     """Return for each sequence the number of leading tokens that an earlier sequence of the batch already has.
 
-    The earlier sequence is the nearest one with the result 0. Only neighbours with the same prompt share tokens. They
-    share all tokens before the first token with a loss. `sequences`: the sequences to compare, or None for all. The
-    batch must be on the host.
+    A sequence with a positive result shares these tokens with the nearest earlier sequence that has the result 0. Only
+    neighbors with the same prompt share tokens. They share all tokens before the first position with a loss.
+    `sequences`: the sequences to compare, or None for all. The batch must be on the host.
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]

@@ -1,9 +1,9 @@
 """Filtered rows as prompts and demonstrations, the order in which training draws them, and their pass counts.
 
-The filter has already converted all texts to token ids. The order is an endless stream that is fixed by the seed and
-addressed by one integer. Each epoch is a new permutation of all prompts. The position, which is the number of prompts
-drawn so far, is the whole state. After row weights are set, the order also depends on the weights and the position at
-which they were set. A mixture draws from one stream per data source. After a block of 1,024 positions that ends at n,
+The filter has already converted all texts to token ids. The order is an endless stream that depends only on the seed.
+Each epoch is a new permutation of all prompts. To resume, training needs only the position, which is the number of
+prompts drawn so far. After row weights are set, the order also depends on the weights and the position at which they
+were set. A mixture draws from one stream per data source. After a block of 1,024 positions that ends at n,
 data source i has contributed exactly
 
     floor(n * W[i]) - floor(n * W[i - 1])
@@ -55,7 +55,7 @@ class Demonstration:
         return cls(prompt + response, [False] * len(prompt) + [True] * len(response), wrong)
 
     def without_targets(self) -> "Demonstration":
-        """Return the same tokens without a loss."""
+        """Return a copy with the same tokens and no targets, so that it adds nothing to the loss."""
         rejected = None if self.rejected is None else self.rejected.without_targets()
         return Demonstration(self.token_ids, [False] * len(self.token_ids), rejected=rejected)
 
@@ -152,7 +152,9 @@ def _field(extra: pa.StructArray, name: str, parquet: Path) -> list[Any]:
 
 
 WEIGHTED_SEED = 2**31
-"""The first word in the random seed of a weighted order. It is larger than every run's seed."""
+"""The first entry in the random seed of a weighted order.
+
+It is larger than every run's seed, so that weighted and unweighted orders have different random seeds."""
 
 
 class PromptStream(Generic[T]):
@@ -253,7 +255,7 @@ class MixedStream(PromptStream[Prompt]):
         self._block = block
 
     def _counts_before(self, position: int) -> list[int]:
-        """Return the number of prompts drawn from each data source before the start `position` of a block."""
+        """Return the number of prompts drawn from each data source before `position`, the start of a block."""
         ends = [int(position * share) for share in self._shares]  # int of a positive Fraction is its floor
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -263,7 +265,8 @@ class PassCounts:
     """The pass counts of R training rows: s scored responses, of which c are correct.
 
     A step with n scored and k correct responses changes s to `fade s + n` and c to `fade c + k`. A row has the weight 1
-    if s = 0 or c / s is inside the settings' band, otherwise `rest_weight`."""
+    if s = 0 or c / s is inside `band`, otherwise `rest_weight`. `fade`, `band` and `rest_weight` are settings of
+    `PassRatesConfig`."""
 
     passes: Float[Array, "R"]
     samples: Float[Array, "R"]
@@ -307,7 +310,8 @@ class PassCounts:
 
 
 class RowSampler:
-    """The weights of training rows in a draw. `text`: the pass counts as text, or '' before the first step."""
+    """The draw weights of training rows, computed from the rows' pass counts. `text`: the result of `PassCounts.text`,
+    or '' before the first step."""
 
     def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
         self._place = {row_id: place for place, row_id in enumerate(row_ids)}

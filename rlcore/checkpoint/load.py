@@ -138,8 +138,9 @@ _RECORD = TypeAdapter(OptimizerRecord)
 
 @torch.no_grad()
 def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Load saved tensors into `model`, and into `optimizer` unless it is None. The number of ranks may have changed.
-    Raises CheckpointError if files are missing, damaged or of another model. After an error, `model` is unusable."""
+    """Load saved tensors into `model`, and into `optimizer` unless it is None. The number of ranks that
+    saved them may differ from the current number. Raises CheckpointError if files are missing, damaged or of another
+    model. After an error, `model` is unusable."""
     rank, _ = rank_and_world_size()
     with ShardReader(directory) as reader:
         parts = list(local_parts(model, None, rank=rank))

@@ -3,8 +3,8 @@
 Each rank writes its shards into separate safetensors files. A reading rank copies its parts from all files.
 The layout follows torch.distributed.checkpoint, which is not used for these reasons:
 - its `.metadata` and its byte items are pickles, which can run code when they are read;
-- its `get_optimizer_state_dict` calls `step` on a new optimizer (torch 2.13), which changes Adam's bias correction
-  after a resume from the first checkpoint;
+- its `get_optimizer_state_dict` calls `step` on an optimizer that has made no step yet (torch 2.13). If this state is
+  saved, Adam's bias correction is wrong after a resume;
 - its writer reports a full disk as `unexpected pos 576 vs 534`; Millrace raises DiskSpaceError;
 - it is collective, so all other ranks wait if one rank fails.
 
@@ -92,9 +92,9 @@ class LocalPart:
 
 
 def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
-    """Return this rank's part of a tensor. If several ranks have equal copies, only one copy is written. For a DTensor,
-    the copy at coordinate 0 of each replicated mesh dimension is written. For any other tensor, the copy of rank 0 is
-    written. Raises CheckpointError if a placement is not Shard or Replicate."""
+    """Return this rank's part of a tensor. If several ranks have equal copies, `is_written_here` is true on only one of
+    them. For a DTensor, this is the copy at coordinate 0 of each replicated mesh dimension. For any other tensor, it is
+    the copy of rank 0. Raises CheckpointError if a placement is not Shard or Replicate."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return LocalPart(name, shape, Box((0,) * len(shape), shape), tensor.detach(), rank == 0)

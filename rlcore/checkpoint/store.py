@@ -104,8 +104,8 @@ class CheckpointStore:
         self._verified.add((target, created))
 
     def prune(self) -> tuple[Path, ...]:
-        """Delete checkpoints by the retention rule, and return their paths. First verify every byte of the newest
-        intact checkpoint, which is kept. Delete nothing if no checkpoint is intact."""
+        """Delete the checkpoints that the run's settings do not keep, and return their paths. The newest checkpoint
+        whose files match their hashes is always kept. If there is no such checkpoint, nothing is deleted."""
         remove_stale_temporaries(self.directory)
         checkpoints = scan(self.directory).checkpoints
         candidates = prunable(checkpoints, self._config)
@@ -138,8 +138,8 @@ class CheckpointStore:
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """Find a checkpoint by `last`, `best` or its folder name. Return None for `start`. Raises CheckpointError if no
-        checkpoint matches."""
+        """Find a checkpoint by `last`, `best` or its folder name. Return None for `start`, the policy before training.
+        Raises CheckpointError if no checkpoint matches."""
         if name == "start":
             return None
         if name in ("last", "best"):
@@ -157,7 +157,7 @@ class CheckpointStore:
         return found
 
     def step_of(self, name: str, *, verify: bool = True) -> int:
-        """Return the step of a checkpoint, or 0 for `start`. See `find`."""
+        """Return the step of a checkpoint, or 0 for `start` (the policy before training). See `find`."""
         found = self.find(name, verify=verify)
         return 0 if found is None else found.step
 

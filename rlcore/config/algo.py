@@ -74,7 +74,7 @@ class KlConfig(Section):
 
     @property
     def estimator_in_use(self) -> KlEstimator:
-        """The estimator that is used. `auto` stands for the estimator that has the gradient of the divergence."""
+        """The estimator of the KL term, where `auto` is replaced by `k1` in the reward or `low_var_kl` in the loss."""
         if self.estimator != "auto":
             return self.estimator
         return "k1" if self.where == "reward" else "low_var_kl"
@@ -102,13 +102,13 @@ class RejectionConfig(Section):
     """The tokens or responses that an update skips because trainer and sampler differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
-    """The unit that is skipped: a token, or a response. A response is skipped if the sum, mean or maximum of the
-    differences of its tokens is too large."""
+    """The unit that is skipped: a token, or a response. A token is skipped if its divergence exceeds the limit `cap`. A
+    response is skipped if the sum, mean or maximum of its tokens' divergences exceeds the limit."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
-    """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
+    """The estimator of a token's divergence KL(sampler || trainer). The names are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """The largest accepted difference. With k1, it is a ratio of probabilities (above 1). With k2 or k3, it is a number
-    of nats.
+    """The largest accepted divergence, in nats with k2 or k3. With k1, `cap` is a ratio of probabilities above 1, and
+    the largest accepted divergence is log(cap).
     """
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
@@ -152,13 +152,14 @@ class ClipCovConfig(Section):
     """Clip-Cov, which excludes tokens with a high covariance of log-probability and advantage from the policy loss."""
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """The largest share of a mini-batch's response tokens that are excluded. The paper uses 0.0002. 0 excludes none."""
+    """The largest share of a mini-batch's response tokens that are excluded. They are chosen at random from the tokens
+    with a covariance between `low` and `high`. Cui et al. (2025) use 0.0002. 0 excludes no token."""
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
-    """The covariance above which a token may be excluded. The mean covariance over all tokens is far smaller."""
+    """The lower bound of an excluded token's covariance. It should be far above the mean covariance of all tokens."""
     high: Annotated[float, _BY_COVARIANCE] = 5.0
-    """The covariance below which a token may be excluded."""
+    """The upper bound of an excluded token's covariance."""
 
 
 class DynamicSamplingConfig(Section):

@@ -19,9 +19,9 @@ from rlcore.config.problems import Problem, format_value, plain_text
 from rlcore.errors import ConfigError
 
 Run = Any
-"""The type `RunConfig`, which the modules of its sections cannot import."""
+"""A placeholder for the type `RunConfig`. An import of this type here would be circular."""
 FILE_ENDINGS = (".yaml", ".yml")
-"""The file endings of paths. A value without such an ending is the name of a file in `conf/`."""
+"""The endings of a path of an experiment, suite or sweep. A name without such an ending means a file in `conf/`."""
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The folder of the groups, experiments, suites and sweeps that come with Millrace."""
@@ -38,8 +38,8 @@ GROUPS = {
 }
 """The groups of settings, each with the option that is chosen by default."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""The groups whose options have different keys. If another option is chosen, an experiment's keys of the group are
-dropped.
+"""The groups whose options have different keys. If a run chooses another option of a group than an experiment's file,
+the file's keys of this group are dropped.
 """
 
 
@@ -81,7 +81,8 @@ def is_function_name(name: str) -> bool:
 
 
 class MayChange:
-    """An annotation of a setting or section that may change when a run resumes and is not part of the fingerprint."""
+    """An annotation of a setting or section that a user is allowed to change before a run resumes. The fingerprint of
+    the settings does not include it."""
 
 
 class Section(BaseModel):
@@ -139,7 +140,7 @@ def covers(name: str, key: str) -> bool:
 
 
 def value_at(section: Section, name: str, absent: Any = None) -> Any:
-    """Return the value of a dotted key. Return `absent` if one of its sections is null or lacks the next name."""
+    """Return the value of a dotted key, or `absent` if the key does not exist or one of its sections is null."""
     found: Any = section
     for part in name.split("."):
         found = getattr(found, part, absent)
@@ -158,14 +159,15 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A check of a section of settings that reads the settings in `reads`."""
+    """A check of a section of settings. `reads`: the keys of all settings on which the result of the check depends."""
 
     reads: tuple[str, ...]
     check: Callable[[Any, Run], Problem | None]
 
 
 def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
-    """Return a rule about the setting `key`, which also reads the settings in `others` and shows all their values."""
+    """Return a rule about the setting `key`. `others`: further keys whose values `holds` reads. If the rule is broken,
+    the message shows the values of all these keys."""
 
     def check(section: Any, run: Run) -> Problem | None:
         return None if holds(section, run) else Problem(key, says, _values_text(section, run, key, *names), remedy)
@@ -176,10 +178,11 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A limit computed from the settings in `others`. If `words` is `divide`, it is their product, otherwise their sum.
+    """A limit for the setting that declares it. If `words` is `divide`, this setting must divide the product of the
+    settings in `others`. Otherwise the limit is the sum of the settings in `others`.
 
-    The limit is not checked if a setting in `others` is null or the setting in `only_with` is off. `remedy` may contain
-    `{bound}` and `{divisors}`.
+    The limit is not checked if one of these settings is null or the setting in `only_with` is off. `remedy` can contain
+    the placeholders `{bound}` and `{divisors}`.
     """
 
     words: Literal["divide", "be at most", "be at least", "be under"]
@@ -266,8 +269,9 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveWhen:
-    """A condition under which the declaring setting has an effect. A setting in `by` must have one of `values`, or none
-    of `unless`. If both are empty, a setting in `by` must be on.
+    """A condition under which the setting that declares it has an effect. The condition is met if at least one setting
+    in `by` has a value in `values`, or a value outside `unless`. If `values` and `unless` are empty, at least one
+    setting in `by` must be on.
 
     `by`, `values`, `unless` and `of` are words separated by spaces, and `values` may be a function. `of`: the values of
     the declaring setting that need the condition. `why` and `remedy` replace generated texts of the warning."""
@@ -308,11 +312,12 @@ class EffectiveWhen:
 def unused_settings(
     config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
 ) -> list[str]:
-    """Return a warning for each condition that is not met. A setting has only one warning.
+    """Return warnings about given settings without an effect. Each warning names the settings that have no effect for
+    one reason. A setting occurs in only one warning.
 
-    `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file. A key has no warning
-    if an override changes the setting that the key depends on. `swept`: the keys and groups that differ between the
-    points of a sweep. `config` has the shared settings."""
+    `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file. Such a key has no
+    warning if an override sets a setting in the key's condition. `swept`: the keys and groups that differ between the
+    points of a sweep. `config` has the settings that all points share."""
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]
     lines = []

@@ -59,7 +59,8 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Report a wrong value of `given` and remove it. If a text is required, a number is converted instead."""
+    """Report an error of pydantic, and remove the wrong value from `settings`. A number where a text is required is not
+    reported, but converted to text. `texts`: the text of each override of a number."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -176,7 +177,7 @@ class SettingsFile:
 
 
 def experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[SettingsFile]:
-    """Return the files of an experiment, base files first. A problem in a file makes every setting unreliable."""
+    """Return the files of an experiment, base files first. After a problem in a file, no rule is checked."""
 
     def wrong(rule: str, got: str, remedy: str) -> None:
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)

@@ -314,7 +314,8 @@ def _path_of(key: str, settings: Any) -> list[str]:
 
 
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Remove wrong values until all values are valid. `texts` has the text of each override of a number."""
+    """Remove and report wrong values until all values are valid. `texts`: the text of each override of a number, which
+    is used if a setting requires a text."""
     while True:
         text = json.dumps(settings)
         try:

@@ -52,7 +52,8 @@ RENDERING_NAMES = frozenset((
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception",
 ))  # fmt: skip
-"""The variables that every chat template gets, and the arguments of transformers' `apply_chat_template`."""
+"""The names that `chat_template_kwargs` must not contain: variables that every chat template gets, and arguments of
+transformers' `apply_chat_template`."""
 
 
 def reserved(names: Iterable[str]) -> str:
@@ -109,7 +110,8 @@ class CountdownData(Conversation):
     """The largest target."""
     targets: Literal["equation", "uniform"] = "equation"
     """The choice of the target. `equation`: the value of a random equation, most often one with only + and -.
-    `uniform`: equal probabilities. Both give every problem the same probability if the settings allow few problems."""
+    `uniform`: any integer from target_low to target_high, with equal probabilities. Problems without a solution are
+    dropped. If few problems are possible, both choices give every problem the same probability."""
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
@@ -224,12 +226,13 @@ class CustomData(Conversation):
 
 
 class ReasoningGymData(Conversation):
-    """Problems from the tasks of the package reasoning_gym. They need no hub."""
+    """Problems from the tasks of the package reasoning_gym, which generates them without a download."""
 
     task: Literal["reasoning_gym"] = "reasoning_gym"
     """The task in `data/` that creates the rows."""
     tasks: tuple[str, ...] = ("chain_sum",)
-    """The package's tasks, with equal shares of the rows. `chain_sum@0` is the easiest level of a curriculum."""
+    """The package's tasks, with equal shares of the rows. `@` and a number select a level of the task's curriculum:
+    `chain_sum@0` is the easiest level of chain_sum."""
     train_size: int = Field(default=10_000, ge=1)
     """The number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
@@ -240,7 +243,8 @@ class ReasoningGymData(Conversation):
 
 
 class VerifiersData(Conversation):
-    """Tasks of a taskset of the package verifiers. The rewards of the taskset are used, but no harness is run."""
+    """The tasks and rewards of a taskset of the package verifiers. A taskset that needs a harness, such as tools or a
+    container, is refused."""
 
     task: Literal["verifiers"] = "verifiers"
     """The task in `data/` that creates the rows."""
@@ -249,7 +253,8 @@ class VerifiersData(Conversation):
     taskset_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the taskset's config, such as `split: train`."""
     validation_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Further fields of the config for the held-out tasks. {}: training and held-out tasks come from one taskset."""
+    """Further fields of the taskset's config for the held-out tasks, such as `split: test`. {}: `validation_size` tasks
+    of the training taskset are held out."""
     train_size: int = Field(default=10_000, ge=1)
     """The largest number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
@@ -332,7 +337,7 @@ def has_default_scorer(data: TaskData) -> bool:
 
 
 def scorer_of_row(data: TaskData, data_source: str) -> str | None:
-    """Return the scorer that the settings name, otherwise the scorer of the data source, or None if it is unknown.
+    """Return the scorer that the settings name, otherwise the scorer of the data source, or None for an unknown source.
 
     >>> scorer_of_row(ParquetData(), "openai/gsm8k"), scorer_of_row(ParquetData(), "codecontests")
     ('data.gsm8k:score', None)
@@ -356,7 +361,7 @@ class FilterConfig(Section):
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
     """The treatment of a prompt that is longer than `max_prompt_tokens`."""
     duplicates: Literal["error", "drop", "keep"] = "error"
-    """The treatment of a prompt that occurs earlier in its split."""
+    """The treatment of a prompt that repeats an earlier prompt of the same split."""
 
 
 _WITH_BAND = EffectiveWhen(".draw", "band")
@@ -381,14 +386,15 @@ class PassRatesConfig(Section):
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
     """The number of rows after which the results are saved. A kill loses at most the results of this many rows."""
     draw: Literal["uniform", "band"] = "uniform"
-    """The way to draw training rows. `uniform`: each once per epoch. `band`: rows with a pass rate in `band` are
-    preferred. Then training responses change the pass rates, there are no epochs, and a row may be drawn again soon."""
+    """The way to draw training rows. `uniform`: each row once per epoch. `band`: preferably rows with a pass rate in
+    `band`. Training responses then update the pass rates. There are no epochs: the next step can draw a row again."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
     """The weight of a row whose pass rate is outside `band`, so that it is still drawn sometimes."""
     fade: Annotated[float, _WITH_BAND] = Field(default=0.5, ge=0, le=1)
-    """The share of a row's earlier counts that remains after new responses to it, from 0 (none) to 1 (all)."""
+    """The factor by which a row's counts of scored and correct responses are multiplied before new responses are added.
+    0 forgets the earlier responses, and 1 keeps all of them."""
     checks = (
         _shares("keep"),
         _shares("band"),

@@ -15,7 +15,7 @@ from rlcore.config.run import RunConfig
 
 REFERENCE_FILE = CONF_DIR.parent / "docs" / "settings.md"
 NOT_WRITTEN = {"run_id", "tags", "paths", "tracking"}
-"""The settings that describe one machine. They are not written to an experiment's file."""
+"""The settings that belong to one run or one machine. They are not written to an experiment's file."""
 
 
 def to_yaml(config: Section) -> str:

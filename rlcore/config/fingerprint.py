@@ -39,14 +39,15 @@ def may_change() -> frozenset[str]:
 
 
 def total_steps_may_change(config: RunConfig) -> bool:
-    """Return whether a finished run can be extended, because no learning rate depends on the number of steps."""
+    """Return whether a finished run can be extended by more steps. This requires reinforcement learning, and learning
+    rates that do not depend on the number of steps."""
     optims = [config.optim] if config.critic is None else [config.optim, config.critic.optim]
     is_fixed = (each.schedule == "constant" and (each.warmup_steps > 0 or each.warmup_ratio == 0) for each in optims)
     return not config.is_supervised and all(is_fixed)
 
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that the numbers of a run depend on, as dotted keys with JSON values."""
+    """Return the settings that affect a run's results, as dotted keys with JSON values."""
     free = may_change() | {"trainer.total_steps"} if total_steps_may_change(config) else may_change()
     # Neither parts nor suites have a seed in their data.
     found = leaves(config.model_dump(mode="json", exclude={"data": {"parts": {"__all__": {"data": {"seed"}}}}}))

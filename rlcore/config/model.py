@@ -194,7 +194,7 @@ def _model_exists(key: str, *others: str) -> Rule:
 
 
 def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
-    """Check the names of layers for adapters. The layers of an unknown model type are checked at its loading."""
+    """Check the names of layers for adapters. For an unknown model type, they are checked when the model is loaded."""
     path = run.model.path
     unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
     if (lora.target_modules and not unknown) or (path is not None and shape_at(path).get("model_type") not in TESTED):
@@ -325,8 +325,8 @@ class WarmStartConfig(Section):
     enabled: bool = False
     """Run the warm start. If false, training starts from `model.path`."""
     demonstrations: str | None = None
-    """A file in a form of docs/data.md: conversations, prompts with completions, or preference pairs. If null, the
-    solutions of the task's rows are the demonstrations."""
+    """A file of conversations, prompts with completions, or preference pairs (docs/data.md). If null, the solutions of
+    the task's rows are the demonstrations."""
     loss: Literal["nll", "dpo"] = "nll"
     """The loss: the negative log-likelihood, or DPO on pairs of a chosen and a rejected response."""
     dpo_beta: Annotated[float, EffectiveWhen(".loss", "dpo")] = Field(default=0.1, gt=0)
@@ -360,14 +360,15 @@ class WarmStartConfig(Section):
     """The sampled reward on training problems at which the stage ends. The result is then the last weights. Null: no
     responses are sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
-    """The number of training problems that are sampled in a measurement, at least 16."""
+    """The number of training problems that are sampled in a measurement. A number below 16 counts as 16."""
     misdirected_share: Annotated[
         float,
         EffectiveWhen(".demonstrations", "null"),
         EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym verifiers",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
-    """The share of demonstrations whose response is an equation for another target. They teach only the form."""
+    """The share of demonstrations whose response is an equation for another target. Such responses teach the format of
+    an answer, but not how to find the right answer."""
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",

@@ -43,7 +43,7 @@ class Findings:
     """The file that sets each dotted key, and the file of the chosen option of each group."""
 
     def add(self, problem: Problem, *unsound: str) -> None:
-        """Add a problem unless it is there. `unsound`: the keys that become unreliable (default: `problem.key`)."""
+        """Add a problem unless it was added before. `unsound`: the keys that become unreliable (default: the key)."""
         if problem not in self.problems:
             self.problems.append(problem)
         self.unreliable.update(unsound or (problem.key,))
@@ -111,7 +111,7 @@ def _foreign_keys() -> dict[str, str]:
 
 
 def foreign_key_hint(key: str) -> str:
-    """Return a hint for a key of verl or TRL, or '' for any other key. The first sections of the key may be missing.
+    """Return a hint for a key of verl or TRL, or '' for any other key. The key's first sections can be left out.
 
     >>> foreign_key_hint("num_generations")
     'From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)'

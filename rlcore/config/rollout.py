@@ -44,7 +44,8 @@ class RolloutConfig(Section):
     """The engine that generates responses."""
 
     engine: Literal["hf", "vllm", "none"] = "hf"
-    """The kind of engine: transformers (slow, simple), vLLM in the worker's process, or none for a warm start."""
+    """The kind of engine: transformers (`hf`, slow and simple), or vLLM in the worker's process. Millrace sets `none`
+    for a warm start that samples no responses."""
     samples_per_prompt: int = Field(default=8, ge=1)
     """The number of responses to each prompt, which is the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
@@ -63,7 +64,7 @@ class RolloutConfig(Section):
     max_num_seqs: Annotated[int, MayChange] = Field(default=512, ge=1)
     """The largest number of sequences that are decoded at a time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The data type of the engine's weights and products. `auto` is the type of the trainer (`model.dtype`)."""
+    """The data type of the engine's weights and matrix products. `auto` is the type of the trainer (`model.dtype`)."""
     tensor_parallel_size: Annotated[int, MayChange, _OF_VLLM, Bound("divide", "runtime.num_workers")] = Field(
         default=1, ge=1
     )
@@ -140,15 +141,16 @@ class JudgeConfig(Section):
     end its text with `{"score": X}` or `<score>X</score>`, and must write only one score.
     """
     highest: float = Field(default=1.0, gt=0)
-    """The judge's best score. Verdicts are from 0 to this score. The part `judge` is verdict / best score."""
+    """The judge's best score. The judge gives scores from 0 to this score. The part `judge` of a response's score is
+    the judge's score divided by the best score."""
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
     then restricts its text to `{"score": X}`. If null, the judge writes free text."""
     rules: str = ""
     """Another scorer, `module:function`, whose total is added to the judge's score and whose parts are kept."""
     tries: Annotated[int, MayChange] = Field(default=3, ge=1)
-    """The largest number of requests for one response. Lost connections and the statuses 408, 425, 429 and 500 or above
-    are repeated after waits of 0.5, 1, 2, ... seconds."""
+    """The largest number of requests for one response. A request is repeated after a lost connection or a status of
+    408, 425, 429, or 500 and above. The waits between requests are 0.5, 1, 2, ... seconds."""
     deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
     """The time limit for the verdict on one response in seconds, over all tries."""
     max_tokens: int = Field(default=512, ge=1)
@@ -179,15 +181,16 @@ class RewardConfig(Section):
     {}, the reward is the total. A response whose score lacks a weighted part has no score."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
-    """The number of scoring processes. With 0, the trainer scores, which needs a trusted scorer that always ends."""
+    """The number of scoring processes. With 0, the scorer runs in the trainer's process. It must then be trusted code
+    that returns on every response."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
     """The time limit for one response, in seconds. After it, the process is replaced, and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
     """Score some worthless responses before the first step. If some of them get a reward, an event reports them."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
-    """The largest share of rows whose reference or solution may miss the full score in the check before a run. If the
-    share is larger, the dataset is refused. Otherwise the rows are reported."""
+    """The largest accepted share of a split's rows whose reference or solution does not get the full score. A check
+    before the run refuses a dataset with a larger share. Otherwise the check only reports the rows."""
     checks = (
         rule(".num_processes", "data.scorer",
              "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
@@ -307,8 +310,8 @@ class EvaluationConfig(Section):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """The confidence level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """The number of bootstrap resamples of the problems, at least 1,000. They give the intervals of differences, and of
-    metrics with values other than 0 and 1.
+    """The number of bootstrap resamples of the problems. A run requires at least 1,000. The resamples give the
+    intervals of differences, and of metrics with values other than 0 and 1.
     """
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",

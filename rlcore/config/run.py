@@ -1,4 +1,5 @@
-"""The class `RunConfig` with all settings of a run, sections for training, devices and tracking, and key functions."""
+"""All settings of a run as the class `RunConfig`, its sections for training, devices and tracking, and functions that
+look up the dotted keys of settings."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -22,7 +23,7 @@ _IN_STEPS = EffectiveWhen(".total_steps", remedy="Set the key of this name in wa
 
 
 class TrainerConfig(Section):
-    """The training loop."""
+    """The settings of the training loop."""
 
     total_steps: int = Field(default=100, ge=0, le=10_000_000)
     """The number of steps of the run. Each step trains on one batch of prompts. With 0, the run ends after its
@@ -47,8 +48,9 @@ class TrainerConfig(Section):
     ] = Field(default=16_384, ge=1)
     """The largest number of tokens in one forward and backward pass. The gradient does not depend on this number."""
     old_logprobs: Literal["auto", "recompute", "behavior"] = "auto"
-    """The source of the log-probabilities before the update: a forward pass, or the sampler. `auto` recomputes them
-    only if a batch gets more than one update, or if the algorithm compares or ranks them."""
+    """The source of the log-probabilities before the update: a separate forward pass (`recompute`), or the sampler
+    (`behavior`). `auto` runs the separate pass only if a batch gets more than one update, or if the algorithm needs
+    these log-probabilities before the update."""
     checks = (
         rule(".total_steps", "warm_start.enabled", "must be 1 or more without a supervised stage",
              lambda own, run: own.total_steps or run.warm_start.enabled,
@@ -78,9 +80,10 @@ class AlarmConfig(Section):
     grad_norm_above: Annotated[float, EffectiveWhen(".grad_norm")] = Field(default=1_000.0, gt=0)
     """The limit of the gradient norm of one mini-batch. The norm is over all parameters."""
     entropy: StateAction = "tell"
-    """The action if the entropy is below `entropy_below`. Then nearly all responses to a prompt are equal."""
+    """The action if the entropy is below `entropy_below`. At such an entropy, nearly all responses to a prompt are
+    equal."""
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
-    """The limit of the mean entropy over response tokens, in nats."""
+    """The lower limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
     """The action if all responses of each group have the same score. The alarm is off with groups of one response."""
     kl: StateAction = "off"
@@ -90,7 +93,7 @@ class AlarmConfig(Section):
     length: StepAction = "off"
     """The action if the share of responses that end at rollout.max_response_tokens is at least `length_share`."""
     length_share: Annotated[float, EffectiveWhen(".length")] = Field(default=0.95, gt=0, le=1)
-    """The share of responses at which the alarm is raised, from 0 to 1."""
+    """The threshold of `length`: a share, from 0 to 1, of responses that end at rollout.max_response_tokens."""
     checks = (
         rule(".kl", "algo.kl.where", "needs a reference to measure the KL from",
              lambda own, run: own.kl == "off" or run.algo.kl.where != "off",
@@ -132,7 +135,7 @@ class ProfileConfig(Section):
     """The number of recorded steps. Each step is written to separate files."""
 
     def has_step(self, step: int) -> bool:
-        """Return whether a step is recorded."""
+        """Return whether the profiler records a step."""
         return self.first_step is not None and 0 <= step - self.first_step < self.num_steps
 
 
@@ -170,7 +173,7 @@ class RuntimeConfig(Section):
     """The processes and devices of a run. They change the speed of a run but not its results."""
 
     backend: Literal["local", "ray"] = "local"
-    """The way in which workers run: one in the trainer's process, or each rank as a Ray actor."""
+    """The place where workers run. `local`: one worker in the trainer's process. `ray`: each worker in a Ray actor."""
     num_workers: Annotated[
         int,
         Bound("divide", "trainer.mini_batch_size x rollout.samples_per_prompt"),
@@ -184,29 +187,32 @@ class RuntimeConfig(Section):
     """The Python interpreter of the trainer and its workers, such as `bin/python` of another environment. Null: the
     interpreter that runs the command."""
     threads_per_worker: int = Field(default=1, ge=1)
-    """The number of CPU threads that torch uses in each worker. Another number may change the last digits of a sum."""
+    """The number of CPU threads that torch uses in each worker. A different number may change the last
+    digits of results."""
     ray_address: Annotated[str | None, _UNDER_RAY] = None
     """The address of a running Ray cluster. If null, a private cluster is started on this host."""
     placement_timeout_s: Annotated[float, _UNDER_RAY] = Field(default=60.0, gt=0)
     """The number of seconds to wait until the Ray cluster grants the resources of the workers."""
     fit_memory: Annotated[Literal["off", "check", "auto"], _ON_GPUS] = "check"
-    """The use of the memory plan on a GPU. `off` only prints it. `check` refuses a run that does not fit with the
-    smallest micro-batch. `auto` also chooses the fastest fitting `rollout.memory_share`, `rollout.max_batched_tokens`,
-    `rollout.sleep_level`, `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`,
-    `optim.offload`, `model.gradient_checkpointing` and `model.offload_activations`."""
+    """The use of the memory plan, which estimates a run's memory on a GPU. `off` only prints the plan. `check` refuses
+    a run that does not fit with the smallest micro-batch. `auto` also chooses the fastest values that fit, for these
+    settings: `rollout.memory_share`, `rollout.max_batched_tokens`, `rollout.sleep_level`,
+    `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`, `optim.offload`,
+    `model.gradient_checkpointing` and `model.offload_activations`."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """The peak speed of a device in the compute type, in 1e12 dense operations per second, for `perf/mfu`. Null: the
-    bfloat16 speed of a GPU by its name, and no `perf/mfu` on a CPU."""
+    GPU's known speed for bfloat16. In another type, on a CPU or on an unknown GPU, `perf/mfu` is not computed."""
     profile: ProfileConfig = ProfileConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     stop_deadline_s: float = Field(default=60.0, gt=0)
-    """The seconds in which a run ends after a request to stop. The current step has half of this time to finish.
-    Otherwise the step is cancelled, the state before the step is saved, and the next start repeats the step."""
+    """The largest number of seconds from a stop request to the end of a run. The current step must finish in half
+    of this time. Otherwise the step is cancelled, the state before the step is saved, and the next start repeats the
+    step."""
     max_chunk_retries: int = Field(default=2, ge=0)
-    """The largest number of retries of a failed chunk. A retry starts from the last checkpoint."""
+    """The largest number of retries of a chunk (`trainer.steps_per_chunk`). A retry starts from the last checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """The priority in the queue for the slots of the root (`millrace slots`). The highest priority is served first. A
-    run returns its slots at the end of a chunk if a run with a higher priority waits."""
+    """The priority in the queue for slots, which limit the ranks that train at a time (`millrace slots`). The highest
+    priority is served first. A run returns its slots at the end of a chunk if a run with a higher priority waits."""
     _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
@@ -235,12 +241,12 @@ class TrackingConfig(Section):
     log_best: Annotated[bool, _TRACKED] = True
     """Store the weights of the best checkpoint in MLflow, in addition to the weights of the last checkpoint."""
     registered_model: Annotated[str | None, _TRACKED] = Field(default=None, pattern=r"^[^/:]{1,200}$")
-    """The name of the best and the last weights in MLflow's model registry (aliases `best` and `last`). Null: none."""
+    """The model's name in MLflow's registry, with the aliases `best` and `last`. Null: no weights are registered."""
     report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], EffectiveWhen(".enabled")] = ()
     """Further trackers of each step's metrics: TensorBoard in the run's folder, Weights & Biases in the project
     `tracking.experiment`. Their packages must be installed."""
     ship_every_s: Annotated[float, _TRACKED] = Field(default=2.0, gt=0)
-    """The number of seconds between two deliveries by the process that sends the metrics."""
+    """The number of seconds between two deliveries of metrics to MLflow and other trackers."""
 
 
 def _warmup_fits(optim: str, total: str) -> Rule:
@@ -264,7 +270,8 @@ class RunConfig(Section):
     run_id: Annotated[str | None, MayChange] = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
     """The name of the run's folder. If null, it consists of the name, the seed and the settings' fingerprint."""
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """The seed of the initial weights, the order of prompts, and the sampled tokens. `data.seed` sets the rows."""
+    """The seed of the initial weights, the order of prompts, and the sampled tokens. The rows of the data have
+    their own seed, `data.seed`."""
     tags: Annotated[dict[str, str], MayChange] = Field(default_factory=dict)
     """The tags of the MLflow run."""
     paths: Annotated[PathsConfig, MayChange] = PathsConfig()
@@ -308,7 +315,7 @@ class RunConfig(Section):
 
     @property
     def prompts_in_progress(self) -> int:
-        """The number of prompts that a step samples. It trains on fewer if `rollout.finish_share` is below 1."""
+        """The number of prompts that a step samples. The step trains on fewer if `rollout.finish_share` is below 1."""
         return int(self.trainer.batch_size / Fraction(str(self.rollout.finish_share)))
 
     @property
@@ -321,7 +328,7 @@ class RunConfig(Section):
 
 @cache
 def all_keys() -> Mapping[str, tuple[FieldInfo, ...]]:
-    """Return the fields of each dotted key. A key of several tasks, such as `data.scorer`, has several fields."""
+    """Return the fields of each dotted key. A key that several tasks define (`data.scorer`) has several fields."""
     found: dict[str, tuple[FieldInfo, ...]] = {}
     for name, field in keys_of(RunConfig):
         found[name] = (*found.get(name, ()), field)

@@ -35,7 +35,7 @@ class Range(Section):
     log: bool = False
     """Draw from a uniform distribution of the logarithm, as is usual for a learning rate."""
     step: int | float | None = Field(default=None, gt=0)
-    """The distance between two neighbouring values, counted from `low`. If null, any value may be drawn."""
+    """The distance between two neighboring values, counted from `low`. If null, any value may be drawn."""
 
     @property
     def is_whole(self) -> bool:
@@ -54,7 +54,7 @@ class Range(Section):
 
 
 VALUES, RANGE = "of a list", "of a range"
-"""The tags by which pydantic distinguishes a list from a range. The location of an error contains one tag."""
+"""The tags by which pydantic distinguishes a list from a range. pydantic adds the tag to the location of an error."""
 Values = Annotated[
     Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
@@ -82,8 +82,9 @@ class Pruning(Section):
     """The early stopping of poor points. Each point is compared with the points that have already reached the same
     step.
 
-    A point is dropped if the best point is better on the same held-out problems. The confidence interval of their
-    paired difference decides this. At the k-th comparison of n points, the best n / (k + 1) points are never dropped.
+    A point is dropped if the best point is significantly better on the same held-out problems. This means
+    that the confidence interval of the paired difference is above 0. At the k-th comparison of n points, the best
+    n / (k + 1) points are never dropped.
     """
 
     every_steps: int = Field(ge=1)
@@ -96,9 +97,9 @@ class Budget(Section):
     """The limits of one call of a sweep. Runs that finished before do not count. The next call continues the sweep."""
 
     runs: int | None = Field(default=None, ge=1)
-    """The largest number of runs."""
+    """The largest number of runs in one call."""
     steps: int | None = Field(default=None, ge=1)
-    """The largest number of training steps."""
+    """The largest number of training steps in one call, summed over all runs."""
     hours: float | None = Field(default=None, gt=0)
     """The number of hours after which no further run starts."""
 
@@ -176,7 +177,7 @@ def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Return points for the check of a search, which contain both ends of each range and all values of each list."""
+    """Return test points for a search. Together, they contain both ends of each range and all values of each list."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
@@ -268,8 +269,8 @@ def load_sweep(
 ) -> Sweep:
     """Read a sweep from a name in `conf/sweep`, a .yaml file or its content, and check the settings of every point.
 
-    `overrides` and `budget` replace the values in the file. Raises ConfigError with all mistakes in the file's form or,
-    if there are none, with all mistakes in the points."""
+    `overrides` and `budget` replace the values in the file. Raises ConfigError with all mistakes of the first check
+    that fails: of the file's keys and types, of the choice of points, or of the points' settings."""
     spec = _parse(_content(source) if isinstance(source, str) else source)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))

@@ -33,7 +33,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """The mean difference `b - a` over the same problems. `wins`: the problems where `b` has the higher value."""
+    """The mean difference `b - a` over the same problems. `wins`: the number of problems where `b` is higher."""
 
     difference: Interval
     wins: int

@@ -2,10 +2,12 @@
 
 transformers calls the registered `packed_attention`, with a `PackedLayout` for packed tokens and with a mask for
 decoding. The `sdpa` backend runs on every device. It sorts sequences by length, and computes one dense causal attention
-for each group of equal or similar length. Each shared prompt is computed once. The first response to a prompt in a
-micro-batch keeps the whole prompt, and each further response begins with the last token of the prompt. The output of
-this token predicts the first token of the response. Attention uses whole sequences, so the keys and values of the
-prompt are copied to each response."""
+for each group of equal or similar length.
+
+If several responses in a micro-batch have the same prompt, the model computes the prompt only with the first response.
+It computes each further response from the last token of the prompt on, because the output of this token predicts the
+first token of the response. The keys and values of the prompt are copied to each further response, because attention
+needs whole sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ from rlcore.models.kernels import KERNELS, Backend
 from rlcore.models.memory import to_device
 
 Array: TypeAlias = Tensor | np.ndarray[Any, Any]
-"""A tensor or a numpy array. FSDP does not move a numpy array to the device, so reading its values never waits."""
+"""A tensor or a numpy array. FSDP leaves numpy arrays on the host, so reading them never waits for the device."""
 
 # With more distinct lengths, kernel launches cost more than padding.
 _MAX_EXACT_LENGTHS = 48
@@ -49,7 +51,7 @@ class SharedPrompts:
     cu_seqlens: Int[Tensor, "N_plus_1"]  # int32, bounds of the sequences among the computed tokens
 
     def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
-        """Copy the row of each computed token to all tokens that the computed token stands for."""
+        """Return a row for each batch token, in attention order. Copies of a shared prompt token get the same row."""
         order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
         found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found
@@ -76,7 +78,7 @@ class _Expand(torch.autograd.Function):
 def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return four arrays: the computed tokens Int[c], a position Int[T] for each token, the tokens that are not
     computed Int[d], and their columns in `SharedPrompts.duplicates` Int[d]. A position is an index in the first array.
-    A token that is not computed has the position of the token that stands for it."""
+    A token that is not computed has the position of the same token in the sequence of the first response."""
     lengths, indices = np.diff(bounds), np.arange(len(shared))
     first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
     sequence = np.repeat(indices, lengths)
@@ -91,9 +93,9 @@ def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArra
 
 @dataclass(frozen=True, slots=True)
 class LengthGroup:
-    """The sequences of one dense attention call. They are the tokens from `start` to `stop` in sorted order. `slots`
-    Int[stop - start]: the position of each token after padding all sequences to `length`. `slots` is empty if all
-    sequences have the same length."""
+    """The sequences of one dense attention call. Their tokens are at `start` to `stop` after sorting all sequences by
+    length. `slots` Int[stop - start]: the position of each token after padding all sequences to `length`. `slots` is
+    empty if all sequences have the same length."""
 
     start: int
     stop: int
@@ -111,7 +113,7 @@ class LengthGroup:
 class PackedLayout:
     """The order in which the model computes T packed tokens. `token_order` Int[c]: the batch token at each computed
     position. `computed_index` Int[T]: the computed position of each batch token. `cu_seqlens` Int32[N+1]: the bounds of
-    the sequences in computed order. `groups`: the attention calls of `sdpa`. Without `shared`, c = T."""
+    the sequences in computed order. `groups`: the attention calls of `sdpa`. Without shared prompts, c = T."""
 
     backend: Backend
     cu_seqlens: Int[Tensor, "N_plus_1"]

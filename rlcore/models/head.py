@@ -231,6 +231,6 @@ def _slices(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield short ranges of rows. Temporary tensors of one range need little memory."""
+    """Yield short ranges of rows, so that the temporary tensors of one range need little memory."""
     elements = _CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     return _slices(len(logits), max(1, elements // logits.shape[1]))

@@ -123,7 +123,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a copy of `local` as a tensor like `parameter`. For a DTensor, `local` is this rank's shard."""
+    """Return a copy of `local` on the device of `parameter`. For a DTensor, `local` is this rank's shard, and the copy
+    is a DTensor."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy
@@ -177,7 +178,7 @@ def release_cached_memory() -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor on the device in `dtype`. A copy to a GPU is asynchronous and reads pinned memory."""
+    """Return the tensor on the device in `dtype`. A copy to a GPU is asynchronous and uses pinned memory."""
     found = tensor if dtype is None else tensor.to(dtype)
     if device.type != "cuda" or found.is_cuda:
         return found.to(device)
@@ -235,7 +236,8 @@ def digest(tensor: Tensor) -> Int[Tensor, ""]:
     """Return a 64-bit checksum of a tensor, without synchronization.
 
     Each element's bits are multiplied by an odd random number for its position and added modulo 2^64. One changed
-    element always changes the sum. On a CPU, 0 and -0 count as equal, because vLLM's unpacking loses the sign of 0."""
+    element always changes the sum. On a CPU, 0 and -0 count as equal, because vLLM's packed weights are
+    read back by a matrix product, which loses the sign of 0."""
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0

@@ -44,8 +44,9 @@ def full_state(
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters unsharded under the names of transformers, with adapters merged. This is a collective, so
-    all ranks must iterate to the end. One bucket of gathered tensors exists at a time. `value` returns a parameter,
-    even if it is offloaded. `dtype`: the type in which matrices are sent, or None to keep their type."""
+    all ranks must iterate to the end. One bucket of gathered tensors exists at a time. `value` returns a
+    parameter's value on the device, even if the parameter is offloaded. `dtype`: the type in which matrices are sent,
+    or None to keep their type."""
     root = model.model if isinstance(model, CausalPolicy) else model
     yield from merged_parameters(root, _Buckets(root, value, dtype))
 

@@ -141,7 +141,8 @@ class CausalPolicy(PackedTrunk):
         """Return the log-probability, entropy and top-1 flag of each target, Float32[T], with 0 outside `loss_mask`.
 
         For `shared`, see `build_layout`. Shared tokens must have no loss. Temperature 0 (greedy) counts as 1, as in the
-        engines. `cu_seqlens` and `loss_mask` on the host avoid synchronization. `candidates`: further tokens."""
+        engines. `cu_seqlens` and `loss_mask` on the host avoid synchronization. `candidates`: further tokens that need
+        log-probabilities."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         found = token_logprobs_and_entropy(
             hidden,
@@ -213,7 +214,8 @@ class CausalPolicy(PackedTrunk):
 
 
 def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L S"]:
-    """Return a mask over S tokens for each of the last `num_new` tokens, True where the new token may attend."""
+    """Return a mask over S tokens for each of the last `num_new` tokens, True where the new token may attend. `real` is
+    False for padding."""
     num_seen = real.shape[1]
     # A padding token attends to itself, since an empty row is NaN in some kernels.
     columns = torch.arange(num_seen, device=real.device)

@@ -1,5 +1,6 @@
 """Tokenizers of model directories and the hub, and an arithmetic tokenizer for scratch models. The arithmetic tokenizer
-has a token per operator and integer, so a model of half a million parameters can learn countdown on two CPU cores."""
+has a token for each operator and for each integer up to `max_integer`. A model of half a million parameters can
+therefore learn the countdown task on two CPU cores."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -37,8 +38,9 @@ _TAG = re.compile(r"([<\[])(/?)((?!(?:s|INST|SYSTEM_PROMPT)[>\]])\w[\w:.-]*[>\]]
 
 
 def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
-    """Write the arithmetic tokenizer into `directory` and return it. Text is split into whole numbers and single
-    characters, without white space. Decoding joins tokens with one space. Only `config` affects the bytes."""
+    """Write the files of the arithmetic tokenizer into `directory`, and return `directory`. The tokenizer splits text
+    into whole numbers and single characters, without white space. Decoding joins tokens with one space. The content of
+    the files depends only on `config`."""
     core = Tokenizer(WordLevel(scratch_vocabulary(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -70,8 +72,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Return the end tokens of the generation config, config or tokenizer. Raises ModelError if none of them defines
-    one."""
+    """Return the ids of the tokens that end a response. They come from the model's generation config or config, or from
+    the tokenizer if neither of the two defines such a token. Raises ModelError if the tokenizer defines none either."""
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
@@ -85,8 +87,8 @@ def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None 
 
 
 def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of special tokens that a response may contain as tags: `</name>`, and `<name>` if `</name>` is a
-    token. Tokens with a special role, such as end and padding, are excluded."""
+    """Return the ids of special tokens that are tags in a response: closing tags such as `</think>`, and opening tags
+    whose closing tag is also a token. Tokens with a special role, such as end and padding, are excluded."""
     named = {getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
     added = {token.content: (id, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
     parts = [(_TAG.fullmatch(text), text, *found) for text, found in added.items()]
@@ -98,7 +100,8 @@ def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
-    """Return a decoder of responses. It uses `tokenizers`, or the slower `transformers` if their texts differ."""
+    """Return a function that decodes responses. It uses the library `tokenizers`, or the slower library `transformers`
+    if the two libraries would decode the same tokens to different texts."""
 
     tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -26,7 +26,8 @@ OF_THE_SCORE = (
     "trainer.total_steps",
     *(f"validation.{key}" for key in ("max_problems", "samples_per_problem", "sampling")),
 )
-"""The settings that affect the last held-out reward, although a resume may change them."""
+"""The settings that affect the last held-out reward, but can be changed when a run is resumed. Runs that differ in one
+of these settings are in different groups."""
 MAX_KEYS_IN_A_LABEL = 2
 CODE = "code"  # the stage of `Origin` with the fingerprint of the user's code
 
@@ -58,8 +59,9 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Group runs that differ only in their seed and in settings that a resume may change. The label of a group shows
-    the one or two settings that differ between groups. If more settings differ, the label is a run's name or id."""
+    """Group runs that differ only in their seed, or in settings that can be changed when a run is resumed. Runs that
+    differ in one of `OF_THE_SCORE` are in different groups. The label of a group shows the one or two settings that
+    differ between groups. If more settings differ, the label is a run's name or id."""
     fixed = {CODE, *OF_THE_SCORE}.union(*(fixed_settings(run.config) for run in runs)) - {"seed"}
     differing = {key: row for key, row in differing_settings(runs).items() if any(covers(name, key) for name in fixed)}
     members: dict[str, list[int]] = {}

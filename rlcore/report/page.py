@@ -82,7 +82,8 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters["prose"] = prose
 _TEMPLATES.filters["kind"] = lambda block: type(block).__name__
 SAMPLES_OF_A_KIND = 3
-"""The largest number of problems that a sample table shows for each kind of change."""
+"""The maximum number of problems in a sample table for each change between before and after training, such as
+`newly solved`."""
 _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
     (False, True): ("newly solved", "good"),
     (True, False): ("lost", "bad"),

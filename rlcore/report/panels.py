@@ -1,4 +1,5 @@
-"""Charts and summary tables of metrics. A chart of several runs shows only the first line of its panel."""
+"""Charts and summary tables of metrics. A `Panel` describes a chart with several metrics. If the chart compares several
+runs, it shows only the first of these metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 ONE_UPDATE = "each batch is used for one update, so the old and new policies are equal before it"
 Groups = Mapping[str, Sequence[RunRecord]]
-"""Groups of runs by label. The runs of a group have the same settings and code, except for the seed."""
+"""Groups of runs by label. The runs of a group have the same code. They differ only in their seed, or in settings that
+`groups_of` ignores."""
 Lines = Mapping[str, tuple[str, str]]
 """The colour and the label of each line, by metric."""
 REWARD, STEP_S = "critic/score/mean", "timing_s/step"
@@ -51,8 +53,9 @@ STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 @dataclass(frozen=True, slots=True)
 class Panel:
     """The description of a chart over steps. `held_out`: the number of held-out statistics in the chart. `band`: the
-    lower and the upper metric of a shaded band, and the band's label. `limit`: the label and the height of a dashed
-    line. `draw`: a function that draws the whole chart. `flat`: an explanation that is shown if all values are 0."""
+    lower and the upper metric of a shaded band, and the band's label. `limit`: the label of a dashed horizontal line,
+    and a function that returns its value. `draw`: a function that draws the chart, used instead of `lines`, `held_out`,
+    `band` and `limit`. `flat`: an explanation that is shown if all values are 0."""
 
     name: str
     title: str
@@ -240,8 +243,9 @@ def num_seeds(runs: Sequence[RunRecord]) -> int:
 
 
 class Measure(NamedTuple):
-    """A row of a table. `note` replaces the metric's definition. `of_run` replaces `summarize`, and computes the value
-    from the whole run."""
+    """A row of a table. `summarize`: a function that computes the value from the metric's series. `of_run`: a function
+    that computes the value from the whole run, used instead of `summarize`. `note`: a text that is shown instead of the
+    metric's definition."""
 
     label: str
     metric: str

@@ -43,7 +43,8 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "lime": ("#6b8a12", "#b4d455"),
     "grey": ("#8b95a5", "#7d8898"),
 }
-"""The variants of each colour for light and dark pages. All light variants must be different."""
+"""The variants of each color for light and dark pages. All light variants must differ from each other, because
+each of them is found in the text of a chart and replaced by a CSS variable."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
 MAX_POINTS = 400  # of a line

@@ -61,8 +61,8 @@ _ZERO_SCORE_KINDS = (EMPTY, JUNK)
 
 def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
     """Score several kinds of worthless responses to each problem, and return the kinds that the scorer rewards. Empty
-    text and junk count as rewarded if they score above 0. Other kinds count as rewarded if they score at least
-    `HALF_MARKS`."""
+    text and junk count as rewarded if they score above 0. Other kinds count as rewarded if they score at least 0.5
+    (`HALF_MARKS`), because a scorer can give less to a wrong answer in the correct form."""
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):
         later = (*cases[place + 1 :], *cases[:place])
@@ -84,7 +84,8 @@ def _is_rewarded(trial: Trial) -> bool:
 
 
 def cases_of(folder: Path, num_cases: int) -> list[Case]:
-    """Return the problems whose stored responses have the highest scores. Raises DataError if no response is stored."""
+    """Return at most `num_cases` problems, those whose stored responses have the highest scores. Raises DataError if no
+    response is stored."""
     found = find_responses(folder, Query(sort="-score"))
     problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
         ["data_source", "prompt_id"], sort=False, dropna=False

@@ -206,8 +206,8 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the columns in `LIGHT` and the location of each response. `parts`: the path, the
-    modification time in nanoseconds and the size of each file."""
+    """Return the columns in `LIGHT`, the location of each response and the column `change`. `parts`: the path, the
+    modification time in nanoseconds and the size of each file. They let the cache recognize unchanged files."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):

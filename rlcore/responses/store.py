@@ -1,7 +1,8 @@
 """The responses of a run as parquet files (parts) in one folder. This module does not import torch.
 
 `train-000001-000020.parquet` contains training steps 1 to 20. `validation-step-000020.parquet` contains one validation.
-A training part is written before the checkpoint of its last step. A resume deletes the responses after its checkpoint.
+A training part is written before the checkpoint of its last step. When a run is resumed from a checkpoint, the
+responses of later steps are deleted.
 """
 
 import re
@@ -172,7 +173,8 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Return the first and last step of a response file, or (-1, -1) for a validation that a command requested."""
+    """Return the first and last step of a response file. Return (-1, -1) if its name contains no step, as after a
+    validation that a command outside the training requested."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return -1, -1

@@ -1,10 +1,11 @@
 """The interface of rollout engines, the requests with their random seeds, and groups of responses that are cut in one
 step and continued in the next step (`rollout.finish_share`).
 
-A step trains on P = `trainer.batch_size` groups and carries K further groups. The next step finishes these K groups and
-P - K new groups, so tokens are at most one policy version old. Let L be the (P - K)-th smallest length of a new group.
-Every carried response is cut to L tokens, even if an engine has generated more. Nothing depends on time or on the
-number of ranks."""
+A group is all responses to one prompt, and is as long as its longest response. A step trains on P =
+`trainer.batch_size` groups. It cuts K further groups and carries them to the next step. That step finishes and trains
+on these K groups and on the P - K shortest new groups, so its tokens are at most one policy version old. Let L be the
+length of the longest of these P - K groups. The carried responses are cut to L tokens, even if an engine has generated
+more. The cut therefore depends neither on time nor on the number of ranks."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ _ENVIRONMENT_INDEX = 2**32 - 1  # sample index in the random seed of an environm
 class SamplingRequest(FastPickle):
     """A request for one response, whose randomness comes from `seed` alone. `max_tokens`: a limit below the run's
     limit, or 0. `environment_seed`: the same for all responses to a prompt. `group`: the index of the prompt in the
-    step, or -1 if the tail cut must not end the response."""
+    step, or -1 for a response that must not be cut (`TailCut`)."""
 
     prompt: Prompt
     sample_index: int
@@ -79,7 +80,8 @@ def make_requests(
     first_group: int = 0,
     episode_seed: int | None = None,
 ) -> list[SamplingRequest]:
-    """Return `num_samples` requests for each prompt, grouped by prompt. `episode_seed`: by default the run's seed."""
+    """Return `num_samples` requests for each prompt, grouped by prompt. The seeds of the environments are derived from
+    `episode_seed`, which is the run's seed by default."""
     episodes = run_seed if episode_seed is None else episode_seed
     return [
         SamplingRequest(prompt, sample, response_seed(run_seed, stream, step, group, sample), environment_seed=shared)
@@ -91,7 +93,8 @@ def make_requests(
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncResult:
-    """The names of the engine's tensors that differ after a weight sync, and of tensors that could not be compared."""
+    """The result of a weight sync. `differing`: the names of tensors whose values in the engine differ from the sent
+    values. `uncompared`: the names of tensors that could not be compared."""
 
     differing: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
@@ -101,9 +104,10 @@ ROUND_TOKENS = 16  # number of tokens per response between two exchanges of leng
 
 
 class TailCut:
-    """The tail cut on one rank. A group is all responses to one prompt. A group is as long as its longest response. L
-    is the `wanted`-th smallest length of a group. `GroupsInProgress` cuts longer groups to L, so the cut depends only
-    on seeds and weights. The finished groups of all ranks give an upper bound of L, at which unfinished responses end.
+    """The length limit that ends the longest groups of a step early. Each rank has one such object. A group is all
+    responses to one prompt, and is as long as its longest response. L is the `wanted`-th smallest length of a group.
+    During generation, the finished groups of all ranks give an upper bound of L, at which unfinished responses end.
+    Afterwards `GroupsInProgress` cuts longer groups to exactly L, so the cut depends only on seeds and weights.
     `groups`: the group of each request of this rank, or -1 for no cut. `longest`: the maximum length of a response.
     """
 
@@ -118,8 +122,9 @@ class TailCut:
         self._ended[group][sample_index] = length
 
     def agree(self, *, busy: bool = True) -> bool:
-        """Compute `bound` from the lengths of all ranks, and return whether a rank is still generating. This is
-        collective: a finished rank calls it with `busy=False` until it returns False."""
+        """Update `bound` from the finished groups of all ranks, and return whether a rank is still generating. All
+        ranks must call this method equally often. A rank whose responses have all ended therefore calls it with
+        `busy=False` until it returns False."""
         counts = torch.zeros(self._longest + 2, dtype=torch.int64)  # by length, and the busy ranks
         for group, lengths in self._ended.items():
             if group >= 0 and len(lengths) == self._sizes[group]:
@@ -137,7 +142,8 @@ class TailCut:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A response, perhaps finished, of a group that continues in the next step."""
+    """A response of a group that is continued in the next step. The response itself can already be finished, while
+    other responses of its group are not."""
 
     prompt: Prompt
     sample_index: int
@@ -203,7 +209,8 @@ class GroupsInProgress:
     def __init__(
         self, carried: Sequence[Carried], requests: Sequence[SamplingRequest], size: int, policy_version: int
     ) -> None:
-        """Begin with carried groups of `size` responses. Requests that continue carried responses come first."""
+        """Begin with the `carried` responses. `requests`: first the requests that continue carried responses, then the
+        new requests. `size`: the number of responses in each group."""
         self._rollouts = {place: each.rollout(policy_version) for place, each in enumerate(carried)}
         continued = [place for place, each in enumerate(carried) if each.is_cut]
         self._places = [*continued, *range(len(carried), len(carried) + len(requests) - len(continued))]
@@ -217,7 +224,8 @@ class GroupsInProgress:
         return [pair for group in groups for pair in self._responses(group)]
 
     def add(self, index: int, rollout: Rollout) -> list[tuple[int, Rollout]]:
-        """Add the response to the request `index`. Return the responses of its group if the group is now finished."""
+        """Add `rollout`, the response to request number `index`. Return all responses of its group if the group is now
+        finished, otherwise []."""
         place = self._places[index]
         if (before := self._rollouts.get(place)) is not None:
             rollout = replace(
@@ -233,8 +241,9 @@ class GroupsInProgress:
         return self._responses(group) if self._missing[group] == 0 else []
 
     def settle(self, count: int) -> tuple[dict[int, Rollout], tuple[Carried, ...], int]:
-        """Choose the `count` shortest new groups for training and cut the others. Return the responses to train on by
-        position, the carried responses, and the length of the cut."""
+        """Choose the `count` shortest new groups for training. Cut the other new groups to the length of the longest
+        chosen group. Return the responses to train on by their position in the step, the cut responses, and that
+        length."""
         groups = [self._responses(group) for group in range(len(self._rollouts) // self._size)]
         old, new = groups[: self._num_carried], groups[self._num_carried :]
         chosen, length = first_finished([[rollout for _, rollout in group] for group in new], count)
@@ -269,11 +278,12 @@ class RolloutEngine(Protocol):
         self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None = None
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with the index of its request when the response ends. With `cut`, call `cut.agree` after
-        every `ROUND_TOKENS` tokens. Unfinished responses then end at `cut.bound` tokens, or later if they are already
-        longer. The caller calls `cut.end` for each finished response."""
+        every `ROUND_TOKENS` tokens. Unfinished responses then end at `cut.bound` tokens. Responses that are already
+        longer end as soon as possible. The caller calls `cut.end` for each finished response."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights unsharded, named as in transformers. Return the names of tensors that differ afterwards."""
+        """Load all weights, which are unsharded and named as in transformers. Return the names of tensors whose values
+        in the engine then differ from the sent values."""
 
     def sleep(self) -> None:
         """Release memory for training, until the next `update_weights` or `generate`. Repeated calls must be cheap."""
@@ -285,7 +295,7 @@ class RolloutEngine(Protocol):
 
 
 class NoEngine(RolloutEngine):
-    """An engine of a stage without sampling."""
+    """An engine for workers that generate no responses (`rollout.engine=none`)."""
 
     policy_version = -1
 

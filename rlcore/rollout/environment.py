@@ -120,8 +120,8 @@ _event_loop = cache(asyncio.new_event_loop)  # event loop of all episodes, so th
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
     """Play the last turn of the `Episode` that `response` encodes. The score's `said` is JSON with the reply and
-    whether the episode has ended. An empty `response` only creates an environment, so that no deadline includes
-    imports."""
+    whether the episode has ended. If `response` is empty, only create an environment. This first call of a process
+    does the imports, so that the deadlines of turns do not include them."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:

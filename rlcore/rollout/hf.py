@@ -39,7 +39,8 @@ COMPACT_BELOW = 0.75  # share of unfinished rows below which the batch is rebuil
 
 @dataclass(slots=True)
 class _Response:
-    """A response in progress. It is finished at `limit` tokens. At `cut_at` tokens, the tail cut ends it unfinished."""
+    """A response in progress. At `limit` tokens it is finished. At `cut_at` tokens it is cut, and the next step
+    continues it (`TailCut`)."""
 
     limit: int
     cut_at: int
@@ -92,7 +93,8 @@ class HfEngine(RolloutEngine):
             start += len(batch)
 
     def _reduce_batch_size(self, number: int, refused: OutOfMemory) -> None:
-        """Halve the batch size. Each response has a separate seed, so the responses do not change."""
+        """Halve the batch size after a batch of `number` responses exceeded the device memory. The responses do not
+        change, because each has a separate seed. Raises DeviceMemoryError for a single response."""
         if number == 1:
             raise DeviceMemoryError(
                 f"generation ran out of memory with a single response ({refused.message}). Shorten "

@@ -87,7 +87,8 @@ class ScoringProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether a signal such as SIGSTOP has stopped the process. A stopped process exceeds no deadline."""
+        """Return whether a signal such as SIGSTOP has stopped the process. If a stopped process is overdue, the pool
+        replaces it and does not count a timeout."""
         try:
             return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
@@ -143,8 +144,9 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """Processes that score responses. `scorer`: the `Scorer`, in the form `module:function`. If `num_processes` is 0,
-    the calling process scores without a deadline. `section`: the settings that error messages name. `num_logged`: the
-    maximum number of logged errors, and of logged timeouts. Raises ConfigError if the scorer does not exist."""
+    the calling process scores without a deadline. `section`: the section of settings in error messages, such as
+    `reward`. `num_logged`: the maximum number of logged errors, and of logged timeouts. Raises ConfigError if the
+    scorer does not exist."""
 
     def __init__(
         self, scorer: str, config: RewardConfig, *, section: str = "reward", num_logged: int = _MAX_LOGGED
@@ -322,8 +324,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
         """Replace a process that has ended. Its current response is tried once more, because the process may have been
-        killed. If the next process also ends, the response counts as an error. During a first call, first calls are
-        disabled instead."""
+        killed. If the next process also ends, the response counts as an error. A process first scores an empty
+        response. If the next process ends in this first call, later processes omit the first call instead."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

@@ -26,7 +26,8 @@ MAX_SCORE = (2 - 2**-23) * 2.0**127  # largest float32 number, since training st
 WEIGHTS_PROBLEM = "reward.weights: must name parts of the score, got "
 """The start of the failure message for a score without a part named in `reward.weights`."""
 SCORER_KEY = "scorer"
-"""The field of a ground truth that names the scorer in a mixture. The run overwrites a row's own field."""
+"""The field of a ground truth that names the scorer in a mixture. If a row already has a field of this name, the run
+overwrites it."""
 
 
 def resolve_scorer(name: str) -> Scorer:

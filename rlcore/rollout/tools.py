@@ -1,8 +1,12 @@
-"""An environment of tools, which are functions with type hints and documented arguments that the model calls.
+"""An environment of tools, which are functions with type hints and documented arguments that the model calls. The first
+line below shows the settings, and the other lines show the two formats of a call.
 
     data.environment=rlcore.rollout.tools:Tools episode.tools=[my_tools:search]
-    <tool_call>{"name": "search", "arguments": {"text": "..."}}</tool_call>     Qwen, Hermes; several in a turn
-    {"name": "search", "parameters": {"text": "..."}}                           Llama; the whole turn
+    <tool_call>{"name": "search", "arguments": {"text": "..."}}</tool_call>
+    {"name": "search", "parameters": {"text": "..."}}
+
+Qwen and Hermes models use the first format, and a turn can contain several such calls. Llama models use the second
+format, in which the call is the whole turn.
 
 The model reads the result or error of a call. A turn without a call ends the episode. `data.scorer` scores all text of
 the model, without tool results.

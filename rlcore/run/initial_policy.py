@@ -30,9 +30,10 @@ from rlcore.storage.manifest import (
 from rlcore.storage.publish import published_directory, write_json_atomically
 
 MODEL_FORMAT = 4
-"""The version in fingerprints of models and tokenizers. Increase it when the same settings give a new result."""
+"""The version of the code that builds models and tokenizers, as a part of their fingerprints. Increase it when the same
+settings give a different model or tokenizer."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
-"""The files that a model's digests include."""
+"""The suffixes of the model files that `digests_in` includes."""
 
 REWARD = "sft/reward"
 METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
@@ -43,7 +44,8 @@ REFERENCE = "reference"
 
 
 def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if SmolLM2 is missing and cannot be converted. `has(name)`: whether a package is installed."""
+    """Raise ModelError if `folder` does not exist and the GGUF file of SmolLM2 cannot be converted into it.
+    `has(name)`: whether a package, such as gguf, is installed."""
     if folder.is_dir():
         return
     file = smollm2_file()
@@ -160,8 +162,8 @@ def has_configured_model(config: RunConfig) -> bool:
 
 
 def require_whole_model(key: str, path: str | None) -> Manifest | None:
-    """Return the manifest of the model at `path`, or None if Millrace has not written this model. `key`: the setting
-    that names the model. Raises ModelError if the model is damaged."""
+    """Return the manifest of the model at `path`, or None if Millrace has not written this model. `key`: the settings
+    key of the model, for the error message. Raises ModelError if the model is damaged."""
     try:
         return None if path is None else read_finished(Path(path), error=ModelError)
     except ModelError as damage:
@@ -254,7 +256,9 @@ def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. All other settings get defaults, so runs can share a warm start."""
+    """Return the settings of the warm start. Settings that it does not use get defaults, so that runs that differ
+    only in these settings can share a warm start. `num_demonstrations`: the number of training demonstrations, which
+    limits the number of steps if `warm_start.epochs` is set."""
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples, is_dpo = warm.stop_at_reward is not None, warm.loss == "dpo"
     total, most_tokens = warm.max_steps, warm.max_tokens * (2 if is_dpo else 1)  # a pair is in one micro-batch

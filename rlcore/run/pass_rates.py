@@ -204,7 +204,7 @@ def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
 
 class PassRateMeasurement:
     """The measurement of a run's pass rates. `prompts()` loads the initial policy and returns the training prompts.
-    `sample(prompts, n, first)` returns n responses to each of these prompts. `first` is the index of the first of them
+    `sample(prompts, n, first)` returns n responses to each of these prompts. `first` is the index of `prompts[0]`
     among all training prompts."""
 
     def __init__(
@@ -300,7 +300,7 @@ class PassRateMeasurement:
 
 
 def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
-    """Return one prompt's row of the pass-rate table. The column `digest` is left out."""
+    """Return one prompt's row of the pass-rate table without the column `digest`, which the caller adds."""
     scored = [response for response in responses if response.failure is None]
     names = sorted({name for response in scored for name in response.parts})
     by_part = {name: [response.parts[name] for response in scored if name in response.parts] for name in names}

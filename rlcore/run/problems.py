@@ -56,8 +56,9 @@ class HeldOutProblems:
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """Return an object that plays episodes in `data.environment`, or None if the setting is empty. Raises
-        ConfigError if the environment cannot be used, and DataError if only some data sources are chats."""
+        """Return an object that runs episodes in the environment `data.environment`, or None if this setting is empty.
+        Raises ConfigError if the environment cannot be used. Raises DataError if the prompts of some data sources are
+        chats and others are plain text."""
         if not self.config.data.environment:
             return None
         forms = {is_chat(file) for file in inputs.validation_parquets}

@@ -125,8 +125,9 @@ class Session:
         return {"directory": str(measurement.make().directory)}
 
     def train(self, to_step: int, *, settle: bool = True) -> Mapping[str, object]:
-        """Train from the newest checkpoint to a step and save a checkpoint. After a stop request, save the last
-        finished step and raise StopRequestedError."""
+        """Train to step `to_step` and save a checkpoint, unless a checkpoint of this or a later step exists. `settle`:
+        whether to wait until the checkpoint is saved. After a stop request, save the last finished step and raise
+        StopRequestedError."""
         committed = self._record.store.latest()
         if committed is not None and committed.step >= to_step:
             return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
@@ -212,11 +213,12 @@ class Session:
             journal.append_step(step, {key: value for result in results for key, value in result.items()})
 
     def save_finished(self) -> str:
-        """Save the last finished step after a stop between two commands."""
+        """Save the last finished step when a stop is requested between two commands. Return a message for the user."""
         return self._current.save_finished()
 
     def record_failure(self, error: Exception, *, fails: bool = True) -> Exception:
-        """Record an error that ends this process. `fails`: whether the run has failed. Return the converted error."""
+        """Record an error that ends this process. Return the error as converted by `as_known_error`. `fails`: whether
+        the run counts as failed."""
         self._has_failed = fails
         return self._guard.record_failure(error)
 

@@ -67,9 +67,9 @@ class RunRecord:
         return known[-1].size_bytes if known else self.first_save_bytes
 
     def restore(self, step: int, journal_bytes: int) -> None:
-        """Abandon the current save, and truncate the journal and the responses to a step. Rename intact checkpoints of
-        later steps. If the step is 0, also rename validations and exports. After any other step they stay, because the
-        repeated steps reproduce them."""
+        """Abandon the current save, and remove all journal lines and responses after `step`. Rename intact checkpoints
+        of later steps. If `step` is 0, also rename validation results and exported models. For other steps, these
+        results and models stay, because the repeated steps reproduce them."""
         self.saves.abandon()
         self.store.set_aside_later(step)
         self.answers.truncate(step)
@@ -140,7 +140,7 @@ class Pace:
 
 
 class RunEvents:
-    """The reports of one run's events to its flow, its log and its journal."""
+    """A reporter of one run's events to its Prefect flow, its log and its journal."""
 
     def __init__(self, record: RunRecord, stage: str) -> None:
         self._record, self._stage, self._report = record, stage, record.report

@@ -93,8 +93,8 @@ class RunWorkers(TrainingWorkers):
         return [prompt for part in self.problems.train for prompt in part]
 
     def training_responses(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
-        """Sample responses to training prompts, grouped by prompt. Random numbers depend on the run's seed and the
-        row's index. `first_row`: the index of the first prompt."""
+        """Sample responses to training prompts, grouped by prompt. `first_row`: the index of `prompts[0]` among all
+        training prompts. The run's seed and a prompt's index determine the random numbers."""
         config = self.start().config
         requests = make_requests(
             prompts, num_samples, run_seed=config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row

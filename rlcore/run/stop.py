@@ -7,7 +7,7 @@ The rules (docs/operations.md):
 - A second SIGTERM ends the process immediately only if it comes more than `SAME_REQUEST_S` after the first signal. A
   supervisor may signal the process and then its group, and both signals belong to one request.
 - The kernel sends a signal when the parent process ends (`flows.server.launch`). This signal never counts as a second
-  request. A cancellation signals this process first. The flow ends later, during the save.
+  request, because a flow that is canceled may end while this process still saves the last finished step.
 """
 
 import logging

@@ -87,7 +87,8 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return a training step's demonstrations. A random `misdirected_share` has responses to other problems."""
+        """Return the demonstrations of a training step. With the probability `misdirected_share`, a demonstration
+        has the response to another problem instead of its own response."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)
@@ -104,9 +105,9 @@ def add_reference(
     pairs: Sequence[Demonstration],
     report: Callable[[Mapping[str, object]], None],
 ) -> None:
-    """Set the reference log-probabilities of `pairs`. The first call computes and stores them in `folder`. The workers
-    must hold the initial policy. `batches`: the pairs of each step in the first epoch, and the held-out pairs. The
-    packing is the same as in training, so all reward margins of the first step are exactly 0."""
+    """Set the reference log-probabilities of `pairs`. The first call computes them and stores them in `folder`. The
+    workers must hold the initial policy. `batches`: the pairs of each training step in the first epoch, and the
+    held-out pairs. Because training uses the same batches, all reward margins of the first step are exactly 0."""
     if read_finished_or_set_aside(folder) is None:
         report({"event": "note", "text": f"computes the reference log-probabilities of {len(pairs):,} pairs"})
         for batch in reversed(batches):  # the last step of the epoch repeats pairs of its first steps

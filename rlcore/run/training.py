@@ -30,7 +30,8 @@ from rlcore.workers.memory_plan import fit_run
 from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"
-"""The value of `holds` during a step and after a failed step. The weights then belong to no checkpoint."""
+"""The value of `TrainingWorkers.holds` during a step and after a failed step, when the weights belong to no
+checkpoint."""
 
 
 def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
@@ -44,7 +45,7 @@ def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
 
 
 class TrainingWorkers:
-    """The ranks of a training, which start at their first use. `start` sets `config` and `group`."""
+    """The ranks of a training. They start at their first use, when the method `start` sets `config` and `group`."""
 
     config: RunConfig  # the settings, fitted to the memory of this host
     group: WorkerGroup
@@ -117,7 +118,8 @@ class TrainingWorkers:
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
-        """Run one training step. The caller must then record the result and set `holds` to the step's checkpoint."""
+        """Run one training step. The caller must then record the result and set `holds` to the name of the checkpoint
+        that stores the new weights."""
         self.start()
         self.holds = MID_STEP
         is_profiled = self.config.runtime.profile.has_step(state.step + 1)
@@ -195,8 +197,9 @@ class Training:
         return 0 if self._state is None else self._state.step
 
     def train_to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
-        """Train to a step and return the metrics of the last step. Save checkpoints at chunk ends and at `to_step`. If
-        `settle` is false, the last checkpoint is written during the next call."""
+        """Train to step `to_step` and return the metrics of the last step. Save a checkpoint every
+        `trainer.steps_per_chunk` steps and after the last step. `settle`: whether to wait until the last checkpoint is
+        saved."""
         state = self._begin()
         if not self.record.room.check(self.record.next_save_bytes).enough:
             self.settle_save()  # older checkpoints can be deleted after it
@@ -340,7 +343,7 @@ class Training:
         self._saved_step = state.step
 
     def _save_before(self, state: LoopState) -> None:
-        """Save the last finished step, whose weights the workers must still hold."""
+        """Save the last finished step before the training stops. The workers must still hold this step's weights."""
         self.workers.holds = name_of(state.step)
         if self._saved_step != state.step:
             self._begin_save(state)

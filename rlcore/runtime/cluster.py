@@ -1,4 +1,5 @@
-"""Functions about Ray clusters, for checks before a run. They avoid Ray, which would try a closed port for minutes."""
+"""The folders and addresses of Ray clusters, and checks of them before a run. This module does not use Ray, because Ray
+tries for minutes to connect to a closed port."""
 
 import os
 import secrets
@@ -23,7 +24,7 @@ END_WAIT_S = 5.0  # seconds in which processes of Ray may still write after a re
 DEAD_FOR_S = 3_600.0  # minimum age in seconds at which a killed cluster's folder is removed
 LONGEST_SOCKET_PATH = 107  # kernel's limit for the path of a Unix socket, in bytes
 LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""The longest path of a socket below Ray's folder."""
+"""The longest socket path that Ray appends to its folder, for a check against `LONGEST_SOCKET_PATH`."""
 LEAST_STORE_BYTES = 256 * 1024**2
 SENT_BYTES_PER_TOKEN = 100  # bytes that a step sends per token, for the reference and the updates together
 
@@ -39,8 +40,8 @@ def ray_folder() -> Path:
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the size of a private object store: the size of the largest batch, but at most the free shared memory and
-    at most 30% of the host's memory."""
+    """Return the size of a private object store. It is the size of the largest batch, limited by the free shared memory
+    and 30% of the host's memory, but at least `LEAST_STORE_BYTES`."""
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
     most = min(free, psutil.virtual_memory().total * 3 // 10)

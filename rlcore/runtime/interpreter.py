@@ -155,7 +155,7 @@ def trainer_path(python: str) -> list[str]:
 
 
 def trainer_process(python: str | None) -> tuple[str, dict[str, str]]:
-    """Return the interpreter and the environment variables for a short process in the trainer's environment."""
+    """Return the interpreter and the environment variables with which a process runs in the trainer's environment."""
     if python is None:
         return sys.executable, dict(os.environ)
     return trainer_environment(python).executable, {**os.environ, "PYTHONPATH": os.pathsep.join(trainer_path(python))}

@@ -152,7 +152,8 @@ class RayGroup:
             raise cause from None
 
     def _cause(self, first: RayError) -> RayError:
-        """Return the error of a dead rank if there is one, otherwise the first error."""
+        """Return the error of a dead rank if there is one, because its death causes errors in other ranks. Otherwise,
+        return the first error."""
         if not isinstance(first, RayTaskError) or isinstance(first.cause, MillraceError):
             return first
         alive = [actor.__ray_ready__.remote() for actor in self._actors]
@@ -256,7 +257,8 @@ def start_ray(config: RunConfig) -> Path | None:
 
 @contextmanager
 def _raise_worker_lost(what: str) -> Iterator[None]:
-    """Convert any error of Ray during a start, even a bare Exception, to WorkerLostError. Another start may succeed."""
+    """Convert Ray's errors during a start, even a bare Exception, to WorkerLostError, because another attempt to start
+    may succeed. An error of a rank's own code is not converted."""
     try:
         yield
     except (MillraceError, RayTaskError):  # a rank's own error

@@ -127,12 +127,12 @@ class RoomReport:
 
     @property
     def missing_bytes(self) -> int:
-        """The bytes to free before the write may start, or 0 if there is room."""
+        """The bytes that must be freed so that `needed_bytes` and the reserve fit on the disk, or 0 if they fit."""
         return max(0, self.needed_bytes + self.reserve_bytes - self.free_bytes)
 
     @property
     def enough(self) -> bool:
-        """True if the space suffices."""
+        """True if the needed bytes and the reserve fit on the disk, and the file system can hold another file."""
         return self.missing_bytes == 0 and self.free_files != 0
 
     @property

@@ -168,7 +168,7 @@ class LineFile:
         return os.fstat(self._fd).st_size
 
     def append(self, value: Mapping[str, object]) -> None:
-        """Append one line. A full disk raises no error here."""
+        """Append one line. On a full disk, keep the line in memory and raise no error."""
         line = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._lock:
             self._pending.append(line)

@@ -1,6 +1,7 @@
-"""Locks by `flock` on an open file, which the kernel releases when the holder dies.
+"""Locks by `flock` on an open file. The kernel releases a lock when the process that holds it ends.
 
-The package filelock truncates a file when it opens it, so a waiting process would erase the holder's name."""
+This module does not use the package filelock, which truncates a lock file when opening it. A waiting process would then
+erase the holder's name from the file."""
 
 import errno
 import fcntl
@@ -98,8 +99,8 @@ os.register_at_fork(after_in_child=_drop_inherited)  # a copy would keep the loc
 def start_time_of(process: psutil.Process) -> float:
     """Return a number that distinguishes a process from a later process with the same id.
 
-    On Linux, the number is the seconds from the boot to the start of the process, plus a number from the boot's id. On
-    other systems, the number is the start time in seconds since 1970."""
+    On Linux, the number is the seconds from the boot to the start of the process, plus a number that distinguishes
+    boots (from the boot's id). On other systems, the number is the start time in seconds since 1970."""
     try:
         boot = int(BOOT_ID.read_text()[:8], 16)
         ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -178,7 +179,7 @@ def holder_of(path: Path) -> Holder | None:
 class HeldLock(FileLock):
     """A lock whose file names its current or last holder. Use it as a context manager. A crash releases the lock.
 
-    If `is_named` is false, the content of the file is kept. `what`: the name of the locked object in messages."""
+    `is_named`: whether the holder writes its name into the file. `what`: the name of the locked object in messages."""
 
     path: Path
     _: KW_ONLY

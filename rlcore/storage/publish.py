@@ -27,7 +27,8 @@ from rlcore.storage.manifest import MANIFEST, FileEntry, in_threads, manifest_te
 OWNER = ".owner.lock"
 TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 YOUNG_S = 60.0
-"""The minimum age in seconds of a stale temporary folder. The creator locks a new folder within microseconds."""
+"""The age in seconds above which an unlocked temporary folder is stale, even if a process has the id in its name. The
+creator of a newer folder may not have locked it yet."""
 YOUNG_FILE_S = 3_600.0
 CHECK_INTERVAL_S = 0.001
 _AT_FDCWD = -100
@@ -48,9 +49,10 @@ def published_directory(
     """Yield a temporary folder, and rename it to `target` at the end of the `with` block.
 
     A kill leaves at most a `.tmp-` folder, which `remove_stale_temporaries` removes. If another process publishes
-    `target` during the block, its directory is kept unless `replace` is true. `manifest`: values for `manifest.json`,
-    which the block may change. `at`: a function that receives the name of each stage. Raises DiskSpaceError if there is
-    no room. Raises `error` if `target` cannot be written, or if it exists and is not a finished directory."""
+    `target` during the block, its directory is kept unless `replace` is true. `manifest`: values for `manifest.json`.
+    They are read after the block, so the block can change them. `at`: a function that is called with the description of
+    each stage of the publication. Raises DiskSpaceError if there is no room. Raises `error` if `target` cannot be
+    written, or if it exists and is not a finished directory."""
     if not replace:
         _require_free_or_finished(target, error)
     temporary, owner = _make_temporary(target, error)
@@ -87,7 +89,8 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Lock the temporary folder. Without locks in the file system, only the folder's name shows that it is in use."""
+    """Lock the temporary folder. If the file system has no locks, do nothing. Other processes then recognize the owner
+    only by the process id in the folder's name."""
     try:
         while not owner.try_acquire():  # another process checks whether it is stale
             time.sleep(CHECK_INTERVAL_S)

@@ -21,7 +21,8 @@ ORPHAN_GRACE_S = 30.0  # seconds for the last values and the status after the tr
 
 
 def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
-    """Deliver values until MLflow knows that the trainer has ended, or for a grace period after the trainer is gone."""
+    """Deliver the journal repeatedly until the trainer's final status is delivered. After the trainer's process has
+    ended, retry failed deliveries for at most `ORPHAN_GRACE_S` seconds."""
     deadline, num_failures = float("inf"), 0
     while True:
         gone = os.getppid() != parent_pid

@@ -1,4 +1,4 @@
-"""The connection to MLflow: addresses, limits, database tables, names, error messages and the server application."""
+"""Functions that connect to an MLflow store, convert metric names and explain errors, and the server application."""
 
 import logging
 import os
@@ -84,7 +84,7 @@ def _locked_database(database: Path) -> Iterator[None]:
 
 
 def _create_store(database: Path) -> None:
-    """Create the store in a temporary file, then rename the file. MLflow's migrations are not atomic."""
+    """Create the store in a temporary file, then rename the file, so that a kill leaves no incomplete store."""
     temporary = database.with_name(f".tmp-{database.name}")
     for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
         left.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values with valid names, under their MLflow names. MLflow rejects a request with an invalid name."""
+    """Return the values with valid names, by MLflow name. One invalid name would make MLflow reject a whole request."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 

@@ -1,6 +1,6 @@
 """The GPU-seconds of a run over all its attempts. Each journal line has the GPU-seconds of the run so far. A resume
-moves journal lines to other files. The cost is therefore the largest number in the journal and these files. Repeated
-steps count twice. The time of a killed process after its last line does not count."""
+moves journal lines to other files. The cost is therefore the largest number in the journal and these files. Steps that
+are repeated after a resume count twice. The time of a killed process after its last journal line does not count."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,8 @@ GPU_SECONDS = "cost/gpu_seconds"
 
 
 class GpuUse(NamedTuple):
-    """The seconds since a rank began to use its GPU. The monotonic time `began` identifies the rank's process."""
+    """The seconds since a rank began to use its GPU. `began`: the monotonic time of that moment. It identifies the
+    rank's process."""
 
     began: float
     seconds: float

@@ -1,5 +1,5 @@
 """The delivery of a run's journal to MLflow. The file `tracking.json` records how many bytes were delivered. After a
-kill, a batch may be sent twice. MLflow stores the batch once, since the time stamps come from the journal. After a
+kill, some metrics may be sent twice. MLflow stores them once, since their time stamps come from the journal. After a
 resume, the repeated steps are delivered again with new times, and MLflow shows their last values."""
 
 import time
@@ -115,7 +115,7 @@ class MlflowRun:
         self.update_state(mlflow_run_id=str(made))
 
     def nest(self) -> None:
-        """Make a warm start a child of the run for which it was trained, if MLflow has that run."""
+        """If this run is the warm start of another run in MLflow, make it a child of that run."""
         if (run_id := self.target.tags.get(TRAINED_FOR_TAG)) is not None:
             parent = read_state(Path(self.target.root) / "runs" / run_id)
             if parent.mlflow_run_id and (parent.uri, parent.experiment) == (self.state.uri, self.state.experiment):
@@ -242,8 +242,9 @@ class SyncResult:
 
 
 def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
-    """Deliver the rest of a run to MLflow and to the trackers of `tracking.report_to`. See `Delivery.catch_up`. Raises
-    RunInUseError if another process delivers the run, and TrackingError if MLflow rejects the run."""
+    """Send a run's new metrics and final status to MLflow, and its journal to the trackers of `tracking.report_to`. See
+    `Delivery.catch_up`. Raises RunInUseError if another process delivers the run, and TrackingError if MLflow rejects
+    the run."""
     with delivery_lock(run_dir):
         delivery = Delivery(run_dir, uri)
         try:

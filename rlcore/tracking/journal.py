@@ -99,8 +99,8 @@ class RunJournal(Journal):
         self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
-        """Resume from a checkpoint. Move later lines to a separate file, and begin a new attempt. If the journal is
-        shorter than it was at the checkpoint, log a warning."""
+        """Resume from a checkpoint. Move the lines that were written after the checkpoint to a separate file, and begin
+        a new attempt. If the journal is shorter than it was at the checkpoint, log a warning."""
         try:
             if self.truncate(journal_bytes) is not None:
                 self._has_begun = False
@@ -126,7 +126,8 @@ class RunJournal(Journal):
         return super().sync()
 
     def finish(self, status: FinalStatus, timeout_s: float | None = CLOSE_TIMEOUT_S) -> bool:
-        """End the attempt and return whether MLflow has all values. If `timeout_s` is None, do not wait."""
+        """End the attempt. Wait at most `timeout_s` for the delivery to MLflow, or not at all if `timeout_s` is None.
+        Return whether MLflow has all values."""
         # Without an attempt there is no run. A process that trained nothing may change an end only to FINISHED.
         known = [] if self._has_begun else read_attempts(self._run_dir)
         has_run = self._has_begun or (bool(known) and (known[-1][1] is None or status == "FINISHED"))

@@ -36,7 +36,7 @@ GIT_TIMEOUT_S = 10.0  # a repository may be on a slow network disk
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The result of a stage, such as `dataset`, `filter` or `model`. `facts`: counts and other plain values."""
+    """The result of a stage of a run, such as `dataset` or `model`. `facts`: its counts and other plain values."""
 
     name: str
     fingerprint: str
@@ -74,7 +74,7 @@ def read_origin(run_dir: Path) -> Origin | None:
 
 
 def stage_of(name: str, folder: Path) -> Stage:
-    """Return a stage. Its facts are the plain values in the folder's manifest, if there is one."""
+    """Return the result of the stage `name`, with the plain values in the manifest of `folder` as facts."""
     try:
         manifest = read_manifest(folder)
     except MillraceError:
@@ -98,7 +98,7 @@ def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
-    """Return the changes of tracked files since the current git commit as a patch, or an empty text."""
+    """Return the uncommitted changes of tracked files as a patch, or '' if there are none or git fails."""
     # Without a refresh, git writes no index. A kill during a write would leave the repository locked.
     diff = ("-c", "diff.autoRefreshIndex=false", "diff", "HEAD")
     return (_git(folder, *diff) if _is_tracked(folder) else None) or ""
@@ -112,8 +112,8 @@ def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
 def lineage_tags(
     config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. Tags in the setting `tags` take
-    precedence."""
+    """Return the tags of a run in MLflow. `prefect`: values of a Prefect flow, such as `flow_run_id`. The setting
+    `tags` overrides tags of the same name."""
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {
         RUN_ID_TAG: run_id,

@@ -34,7 +34,7 @@ MAX_PARAM_CHARACTERS = 6_000
 MAX_TAG_CHARACTERS = 8_000
 MAX_RUNS = 1_000  # limit of a search
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
-"""The tag of an experiment for which MLflow shows runs, charts and models instead of traces."""
+"""The tag of an experiment, and its value. They make MLflow show runs, charts and models instead of traces."""
 PARENT_TAG = "mlflow.parentRunId"  # for nested runs
 NOTE_TAG = "mlflow.note.content"  # description of a run
 TABLES_TAG = "mlflow.loggedArtifacts"  # tables of a run
@@ -50,7 +50,8 @@ COLUMN_WIDTHS = {
     "tags.`algorithm`": 100,
     "tags.`task`": 120,
 }
-"""The columns of the saved view and their widths in pixels. The rewards and the seed fit next to the run name."""
+"""The columns in which MLflow shows the experiment's runs, and their widths in pixels. The widths leave room for the
+rewards and the seed next to the run name."""
 
 
 class MlflowStore:
@@ -231,7 +232,7 @@ def table_url(page: str) -> str:
 
 
 def _saved_view() -> str:
-    """Return the saved view in the form that MLflow's pages use."""
+    """Return the columns and charts that MLflow shows for the experiment, as JSON for MLflow's pages."""
     charts = [
         {"type": "LINE", "uuid": key, "metricSectionId": VIEW, "metricKey": key, "displayName": key, "deleted": False,
          "isGenerated": True, "runsCountToCompare": 10, "lineSmoothness": 0, "scaleType": "linear", "range": {},

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Alias = Literal["best", "last"]
 ALIASES: tuple[Alias, ...] = ("best", "last")
 Kind = Literal["checkpoint", "transformers"]
-"""The model types in MLflow. The files of a checkpoint are not copied, since MLflow cannot load shards."""
+"""The model types in MLflow. A checkpoint's files are not copied into MLflow, which cannot load sharded weights."""
 EXTERNAL = "mlflow.model.isExternal"  # MLflow's tag for a model whose files are stored elsewhere
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")  # not copied to the tokenizer's folder
 
@@ -47,11 +47,11 @@ def log_model(
     versions: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id. A
-    model with this name and step is reused. Only a transformers directory of at most `max_bytes` is copied.
-    `mlflow.transformers.load_model` loads `models:/<id>`. `AutoModelForCausalLM` loads the subfolder `model` of the
-    copy. `metrics`: the metrics of the step. `time_s`: the time of the journal line that has them. `versions`: the
-    versions of the packages that wrote the weights. Raises TrackingError if a transformers directory has no
-    config.json."""
+    model with this name and step is reused. A transformers directory is copied into MLflow, unless it is larger than
+    `max_bytes`. A checkpoint is not copied. `mlflow.transformers.load_model` loads the copy as `models:/<id>`, and
+    `AutoModelForCausalLM` loads the copy's subfolder `model`. `metrics`: the metrics of the step. `time_s`: the time of
+    the journal line that has them. `versions`: the versions of the packages that wrote the weights. Raises
+    TrackingError if a transformers directory has no config.json."""
     from mlflow.entities import LoggedModelOutput
 
     tags = {**tags, "path": str(path.absolute()), "step": str(step)}
@@ -84,7 +84,7 @@ def log_model(
 
 
 def _held_out_dataset(client: "MlflowClient", run_id: str) -> dict[str, str]:
-    """Return the MLflow metric fields that name the run's held-out dataset, or {} if the run has no such dataset."""
+    """Return the fields of an MLflow metric that name the run's held-out dataset, or {} if the run has none."""
     inputs = client.get_run(run_id).inputs
     known = () if inputs is None else inputs.dataset_inputs
     found = [one.dataset for one in known if any(tag.value == "validation" for tag in one.tags)]
@@ -171,7 +171,7 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """Return the id of the logged model of a registered model version. In a search result, only `source` has the id."""
+    """Return the id of a registered version's logged model. Versions from a search have the id only in `source`."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 EnterPhase = Callable[[str], AbstractContextManager[object]]
-"""A function that gets a phase's name and returns a context manager for the phase. It raises an error to prevent the
-phase."""
+"""A function that gets a phase's name and returns a context manager for the phase. To prevent the phase, it raises an
+error."""
 
 
 class PhaseClock:

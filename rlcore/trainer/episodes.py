@@ -1,8 +1,8 @@
 """Episodes: multi-turn responses with an environment's messages between the turns.
 
 All open episodes generate one turn per round. The next round starts when all environments have replied, failed or timed
-out, so the engine's input never depends on time. All turns of an episode run on one rank, because the prefix cache of
-this rank contains the earlier turns.
+out, so the engine's input does not depend on the order of the replies. All turns of an episode run on one rank, because
+the prefix cache of this rank contains the earlier turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,7 +95,8 @@ class _OpenEpisode:
         )
 
     def score(self) -> Score:
-        """Return the sum of the turns' rewards. The answer for majority votes is read from the model's text alone."""
+        """Return the sum of the turns' rewards. The answer for majority votes is read from the model's turns, without
+        the environment's replies."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
         parts = {**self.parts, "turns": float(len(self.record.texts))}

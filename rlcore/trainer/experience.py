@@ -125,7 +125,9 @@ class ResponseSampler:
         policy_version: int,
         clock: PhaseClock,
     ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
-        """Return the scored responses to train on, the carried responses, and the token limit of the tail cut."""
+        """Generate until enough groups for a batch are finished, then cut the other responses. Return the scored
+        responses to train on, the responses that the next step continues, and the token limit at which these were
+        cut."""
         config = self.config
         groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
         scorer = self._new_scorer()
@@ -219,7 +221,8 @@ class Experience:
 
     @property
     def num_generated_tokens(self) -> int:
-        """The number of tokens that the step has sampled, including the tokens of dropped and carried groups."""
+        """The number of tokens that the step has sampled. Tokens of dropped groups, and of responses that the next step
+        will continue, are included."""
         return self.num_response_tokens - self.num_stale_tokens + self.num_tokens_dropped + self.num_carried_tokens
 
 
@@ -229,8 +232,8 @@ class ExperienceCollector:
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. `counted`: a sampler that weights rows by their pass counts, or None for equal
-        weights."""
+        """Create a collector. `counted`: a sampler that weights each prompt by the numbers of its solved and scored
+        responses, or None for equal weights."""
         self._config, self._sampler, self._stream, self._counted = sampler.config, sampler, stream, counted
         self._prepared: dict[LoopState, list[SamplingRequest]] = {}
 

@@ -98,7 +98,7 @@ def distribution_metrics(name: str, values: Tensor) -> Metrics:
 
 
 def reward_metrics(estimated: Estimate) -> Metrics:
-    """Return the metrics of scores, rewards, advantages, returns and values. The mean score is first."""
+    """Return the metrics of scores, rewards, advantages, returns and values, beginning with the mean score."""
     packed, values, returns = estimated.batch.packed, estimated.batch.old_values, estimated.returns
     mask = packed.loss_mask
     scores = distribution_metrics("critic/score", packed.scores[packed.score_mask])
@@ -116,7 +116,8 @@ def reward_metrics(estimated: Estimate) -> Metrics:
 
 
 def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
-    """Return metrics of the lengths of prompts and responses. `clip_ratio`: the share of texts at the length limit."""
+    """Return metrics of the lengths of prompts and responses. `clip_ratio`: the share of prompts or responses at their
+    length limit."""
     prompts = torch.tensor([len(rollout.prompt.token_ids) for rollout in experience.rollouts])
     responses = torch.tensor([len(rollout.response_ids) for rollout in experience.rollouts])
     cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
@@ -151,7 +152,7 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
 
 
 def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
-    """Return the metrics of the tail cut, or {} if the step had none."""
+    """Return metrics of the responses that the next step will continue, or {} if the step cut no response."""
     if not experience.cut_length:
         return {}
     return {
@@ -163,8 +164,8 @@ def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:
-    """Return metrics of the number of tokens per rank. They compare the split in the order of the draws with the
-    balanced split."""
+    """Return metrics of the number of tokens per rank, for a split of the sequences in batch order and for the balanced
+    split."""
     lengths = packed.sequence_lengths()
     drawn = torch.stack([part.sum() for part in lengths.chunk(len(sequences))]).float()
     balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in sequences])

@@ -47,7 +47,7 @@ from rlcore.workers.worker import Worker
 
 S = TypeVar("S", bound=Statistics)
 Parts: TypeAlias = tuple[Float[Tensor, "N K"], Float[Tensor, "K"]]
-"""The K parts of each score that `reward.weights` names, and their weights."""
+"""The K parts of each score, as listed in `reward.weights`, and the weights of these parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class Estimate:
 
 
 def score_parts(scores: Sequence[Score], weights: Mapping[str, float]) -> Parts:
-    """Return the parts that `weights` names, or the total as the only part, and the weights. A missing part is 0."""
+    """Return the parts that `weights` names, and their weights. A missing part is 0. If `weights` is empty, the total
+    score is the only part."""
     if not weights:
         return torch.tensor([[score.total] for score in scores]), torch.ones(1)
     rows = [[score.parts.get(name, 0.0) for name in weights] for score in scores]
@@ -99,8 +100,8 @@ def estimate(
     """Compute advantages and returns with the method `algo.advantage`. Responses without a score are excluded.
 
     A teacher gives each token the advantage `coef (log p_teacher - log p_old)` (Agarwal et al. 2024, arXiv:2306.13649).
-    With `algo.teacher.top_k`, a teacher gives no advantage. `turn_rewards`: if None, the whole score is at the last
-    token."""
+    With `algo.teacher.top_k`, the teacher is part of the policy loss instead. `turn_rewards`: each turn's reward, at
+    the turn's last token. If None, the whole score is at the response's last token."""
     old_logprobs, ref_logprobs, values = forward.old_logprobs, forward.ref_logprobs, forward.values
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     kl: Tensor | None = None
@@ -178,7 +179,8 @@ def _sequence_advantages(
     parts: Parts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response. It is 0 without a score or without a scored response to compare with."""
+    """Return one advantage per response. It is 0 if the response has no score, or if there is no other scored response
+    to compare it with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

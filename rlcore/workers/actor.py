@@ -191,7 +191,8 @@ class Actor(TrainedModel[CausalPolicy]):
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=total)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights under their names in transformers. Without `model.lora`, matrices have the type `dtype`."""
+        """Yield all weights under their names in transformers. Matrices are converted to `dtype` if it is given and
+        `model.lora` is not set."""
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 

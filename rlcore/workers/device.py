@@ -95,8 +95,9 @@ def raise_malloc_thresholds() -> None:
 
 
 def enable_expandable_segments() -> None:
-    """Enable torch's expandable GPU segments, unless CUDA is in use or the environment configures torch's allocator.
-    vLLM also reads the variable, and disables the segments for memory that it maps itself."""
+    """Enable torch's expandable GPU segments with an environment variable. Do nothing if CUDA is in use or the
+    environment already configures torch's allocator. vLLM also reads the variable, and disables the segments for memory
+    that it maps itself."""
     if not torch.cuda.is_initialized() and not any(name in os.environ for name in _TORCH_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 

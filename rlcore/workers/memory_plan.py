@@ -20,8 +20,8 @@ CONTEXT_BYTES = 1_000_000_000  # memory of a CUDA context, its libraries and NCC
 ENGINE_ASLEEP_BYTES = 600_000_000  # memory of vLLM at sleep levels 1 and 2
 ACTIVATION_FACTOR = 1.05
 """The factor by which counted activations are multiplied. For Llama-3.2-1B in bfloat16, 14,744 tokens took 26.2 GB, and
-25.9 GB were counted. With `model.compile`, 24,711 tokens took 29.7 to 31.2 GB, and 30.4 GB were counted
-(`benchmarks/baselines/NVIDIA_H200.json`)."""
+the count before this factor was 25.9 GB. With `model.compile`, 24,711 tokens took 29.7 to 31.2 GB, and the count was
+30.4 GB (`benchmarks/baselines/NVIDIA_H200.json`)."""
 PREFETCHED_LAYERS = 2  # number of layers with gathered weights under FSDP2: the current layer and the prefetched one
 SAMPLING_BYTES = 24
 """The bytes that the hf engine needs to sample, per response and vocabulary entry: 2 float32 and 2 float64 numbers."""
@@ -33,9 +33,11 @@ MAX_MICRO_BATCH_TOKENS = 65_536  # largest token budget that is tried. Larger mi
 ENOUGH_TOKENS = 16_384  # smallest token budget with which the engine stays awake
 SHORT_PASS_TOKENS = 8_192
 """The maximum number of tokens in a vLLM pass if the cache cannot hold all responses. A longer pass takes memory from
-the cache. For example, a 7B model in 24 GB took 17.9 s for 512 responses, but 77 s with passes of 32,768 tokens."""
+the cache. For example, a 7B model in 24 GB took 17.9 s for 512 responses with this limit, but 77 s with passes of
+32,768 tokens."""
 FREE_SHARE = 0.08
-"""The share of the device that automatic settings leave free for fragmentation (7 to 9% on an H200) and plan errors."""
+"""The share of the device's memory that automatic settings leave free for plan errors and for fragmentation. The
+fragmentation took 7 to 9% on an H200."""
 GB = 1e9
 
 S = TypeVar("S", bound=Section)
@@ -105,7 +107,8 @@ def micro_batch_tokens(config: RunConfig) -> int:
 def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool = False) -> int:
     """Return the bytes per token that autograd keeps of one layer, not multiplied by `ACTIVATION_FACTOR`. A plain layer
     keeps the float32 input and the output of both norms, the inputs and outputs of attention and feed-forward parts,
-    and a float32 normalizer. A compiled layer keeps no activation of the gate, and one float32 scale for each norm."""
+    and one float32 softmax normalizer for each attention head. A compiled layer keeps no activation of the gate, and
+    one float32 scale for each norm."""
     hidden, query, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
     norms = 2 * (itemsize * hidden + FULL) if compiled else 2 * (FULL * hidden + itemsize * hidden)
     inputs = 2 * itemsize * hidden
@@ -184,7 +187,8 @@ def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, respo
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
-    """Plan all phases of a step on one rank. `tokens`: the largest micro-batch (default: from the settings)."""
+    """Plan all phases of a step on one rank. `tokens`: the number of tokens in the largest micro-batch, by default from
+    the settings."""
     tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
     finest = _phases(config, shape, device, min(tokens, max_sequence_tokens(config)))
@@ -313,7 +317,7 @@ def _has_reference(config: RunConfig) -> bool:
 
 
 def detect_device(config: RunConfig) -> Device:
-    """Return this host's GPU, or a device of unknown size with the compute type of a GPU."""
+    """Return this host's GPU, or a GPU of unknown size if the host has none or `runtime.device` is `cpu`."""
     itemsize = 4 if config.model.dtype == "float32" else 2
     gpu = None if config.runtime.device == "cpu" else first_gpu()
     return Device("a GPU (none here)", itemsize, None) if gpu is None else Device(gpu[0], itemsize, gpu[1])
@@ -407,7 +411,7 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """Return the settings with a memory share for vLLM that holds all responses at maximum length. If less memory is
-    free, vLLM gets all of it, and `rollout.max_batched_tokens` is reduced if it is set."""
+    free, vLLM gets all free memory, and `rollout.max_batched_tokens` is reduced unless it is None."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None

@@ -54,7 +54,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Batch]):
     """Some sequences of a batch on the host and on the device. Bounds and masks are read from `host`, since a read from
-    the device would block. Models take them as numpy arrays, since FSDP moves tensor arguments to the device."""
+    the device would block. Models get these bounds and masks as numpy arrays, since FSDP would move tensors to the
+    device."""
 
     host: Batch
     device: Batch

@@ -254,7 +254,8 @@ class Worker:
         kl_coef: float,
         entropy_added: float = 0.0,
     ) -> ModelUpdates[PolicyStatistics]:
-        """Take one optimizer step of the policy on each mini-batch. Cached results of frozen policies are used."""
+        """Take one optimizer step of the policy on each mini-batch, with the cached results of the reference and the
+        teachers. `entropy_added`: a number that is added to `algo.entropy_coef`."""
         self._sleep_engine()
         batch, self._cached = replace(batch, **self._cached), {}
         step = partial(
@@ -311,7 +312,7 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the method `verb` of this rank's `RankSaver`. It does one step of a save."""
+        """Do one step of a save: call the method `verb` of this rank's `RankSaver`."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
@@ -325,7 +326,7 @@ class Worker:
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return all weights on the CPU, or {} on ranks other than 0."""
+        """Return all weights of the policy on the CPU, or {} on ranks other than 0."""
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:

@@ -126,8 +126,8 @@ class VllmEngine(RolloutEngine):
                 core.abort_requests(list(writing))
 
     def _agree(self, cut: TailCut, names: Sequence[str]) -> None:
-        """Exchange lengths with the other ranks. If the bound has fallen, lower the limits of the requests whose ids
-        are `names`."""
+        """Update `cut.bound` together with the other ranks. If it has fallen, lower the limits of the requests whose
+        ids are `names` to this bound."""
         before = cut.bound
         cut.agree()
         if cut.bound < before:
@@ -136,7 +136,8 @@ class VllmEngine(RolloutEngine):
     def _prepare_requests(
         self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
-        """Yield vLLM's request objects. vLLM prepares and checks only the first, and the rest are copies."""
+        """Yield vLLM's request objects. vLLM prepares and checks only the first object. The other objects are copies of
+        it with other ids, prompts, seeds and limits."""
         from msgspec.structs import replace
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -207,7 +208,8 @@ class VllmEngine(RolloutEngine):
         return taken
 
     def sleep(self) -> None:
-        """Release memory as `rollout.sleep_level` says. Level 2 loses the weights until the next weight sync."""
+        """Release memory according to `rollout.sleep_level`. At level 2, the weights are discarded, so the engine needs
+        a weight sync before it generates again."""
         if self._asleep or self._sleep_level == 0:
             return
         torch.cuda.synchronize()  # vLLM unmaps memory that kernels may still read

@@ -1,9 +1,9 @@
 """Short steps of vLLM's scheduler, which have no new request and give every running response one token. vLLM's
-`schedule` and `update_from_output` take 30 to 40 microseconds of Python per token, which is longer than the GPU's work
-for hundreds of responses of a small model. A short step updates all running responses as rows of arrays. Only responses
-that may end or need a cache block are handled one by one. vLLM's own code runs all full steps and ends all responses.
-Its requests are updated before a full step (`_end_short_steps`). The tokens of short steps are buffered until vLLM
-creates the next output of their response."""
+`schedule` and `update_from_output` take 30 to 40 microseconds of Python per token. In a step of a small model with
+hundreds of responses, this Python code takes longer than the GPU. A short step updates all running responses as rows of
+arrays. Only responses that may end or need a cache block are handled one by one. vLLM's own code runs all full steps
+and ends all responses. vLLM's requests are updated before a full step (`_end_short_steps`). The tokens of short steps
+are buffered until vLLM creates the next output of their response."""
 
 import logging
 from collections import deque
@@ -36,10 +36,12 @@ SAMPLING_NAMES = "all_stop_token_ids repetition_detection"  # attributes of a re
 REQUEST_CHANGES = frozenset(
     {"num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "next_decode_eligible_step"}
 )
-"""The attributes of a request that vLLM may change for each token. `num_in_flight_tokens` exists in releases after
-0.25. A change of any other attribute, except a growing list, disables short steps."""
+"""The attributes of a request that vLLM is expected to change when it schedules a token. `num_in_flight_tokens` exists
+in releases after 0.25. If vLLM changes another attribute, short steps are disabled. Elements that are appended to a
+list do not count as a change."""
 SCHEDULER_CHANGES = frozenset({"current_step", "prefill_capacity_bound"})
-"""The numbers and texts in the scheduler that vLLM may change for each token."""
+"""The numbers and texts in the scheduler that vLLM is expected to change when it schedules a token. If vLLM changes
+another number or text, short steps are disabled."""
 
 
 def unsupported_reason(scheduler: Any) -> str | None:
@@ -180,7 +182,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _full_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a full step of vLLM. A step with one token per request becomes the template of short steps."""
+        """Run a full step of vLLM. The first schedule with one token per request is stored, and short steps use it as a
+        template for their schedules."""
         self._end_short_steps()
         if self._hashes_behind:  # vLLM adds them per token, and reads them per block
             for request in self.running:
@@ -302,7 +305,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Append the tokens of short steps to vLLM's requests in the rows `which`, and buffer them for output."""
+        """Append the tokens of short steps to vLLM's requests in the rows `which`. Buffer these tokens for the next
+        output of each request."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()

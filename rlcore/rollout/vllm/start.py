@@ -41,9 +41,10 @@ class EngineShape:
 
 
 def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
-    """Start a `vllm.LLMEngine` in this process and its process group, with random weights, so that a missing tensor is
-    noticed. Raises EngineError if vLLM is missing or cannot run this model with these settings. Raises WorkerLostError
-    if vLLM failed because another process freed GPU memory meanwhile. A restart may then succeed."""
+    """Start a `vllm.LLMEngine` in this process and its process group. The engine starts with random weights, not the
+    model's weights, so that a tensor missing from a weight sync is noticed. Raises EngineError if vLLM is missing or
+    cannot run this model with these settings. Raises WorkerLostError if the start failed because another process freed
+    GPU memory at the same time. A restart may then succeed."""
     require_vllm()
     if shape.device.type == "cuda":
         problem = unsupported_dtype(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), shape.dtype)
@@ -102,8 +103,8 @@ def allow_sleep_on_shared_gpu() -> None:
 
 
 def _torch_group_executor(base: Any) -> Any:
-    """Return a subclass of vLLM's executor for CPU ranks that uses torch's process group. vLLM's shared memory has the
-    same name for every job of a machine and is not removed."""
+    """Return a subclass of vLLM's executor for CPU ranks that uses torch's process group instead of vLLM's shared
+    memory. That memory has the same name for all jobs on a machine, and remains after a job ends."""
 
     class RankExecutor(base):  # type: ignore[misc]
         def _distributed_args(self) -> tuple[str, int, int]:
@@ -166,8 +167,9 @@ def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype
 
 
 def logprobs_mode(settings: RolloutConfig) -> str:
-    """Return the vLLM mode that gives the trainer's log-probabilities, which include the temperature but not top_p. The
-    settings reject a temperature together with top_p, so `raw` (before both) or `processed` (after both) fits."""
+    """Return the vLLM mode that gives the trainer's log-probabilities, which include the temperature but not top_p.
+    With top_p, this is `raw` (before temperature and top_p), since the settings reject a temperature together with
+    top_p. Otherwise it is `processed` (after both)."""
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
 
 
@@ -213,9 +215,10 @@ def start_failure_message(error: BaseException, shape: EngineShape, settings: Ro
 
 
 def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
-    """Return the bytes of a cache for `rollout.max_num_seqs` responses of full length, within `rollout.memory_share`.
-    Return None if the share is too small or the model's shape is unknown. vLLM then measures the free memory and takes
-    it. The measurement fails if another process takes or frees GPU memory meanwhile."""
+    """Return the size in bytes of a KV cache for `rollout.max_num_seqs` responses of full length, within
+    `rollout.memory_share`. Return None if the share is too small or the model's shape is unknown. vLLM then chooses the
+    size by measuring the free GPU memory. The measurement fails if another process allocates or frees GPU memory at the
+    same time."""
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -67,8 +67,8 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 @dataclass(frozen=True, slots=True)
 class _SentTensor:
     """A tensor sent to vLLM. `path`: the name of the module in vLLM. `kind`: `weight` or `bias`. `rows_from_end`: the
-    first row's distance from the end of a fused matrix, or None for row 0. `shape`, `digest`: of this rank's shard in
-    vLLM's type."""
+    number of rows from the tensor's first row to the end of vLLM's fused matrix, or None if the tensor starts at row 0.
+    `shape`, `digest`: the shape and the digest of this rank's shard in vLLM's number type."""
 
     name: str
     path: str
@@ -176,7 +176,8 @@ def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
 
 
 def _engine_tensor(module: nn.Module, kind: str) -> Tensor | None:
-    """Return the weight or bias that a module's kernel uses. A product with the identity unpacks a packed matrix."""
+    """Return the weight or bias that a module's kernel uses. On a CPU the kernel has a packed copy of the weight
+    matrix. The matrix is then computed as the kernel's product with the identity matrix."""
     parameter = getattr(module, kind, None)
     method = getattr(module, "quant_method", None)
     on_cpu = isinstance(parameter, Tensor) and parameter.device.type == "cpu"
