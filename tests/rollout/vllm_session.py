@@ -215,6 +215,28 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
         pool.free_blocks(held)
     scheduler.short_steps_allowed = True
     short_scheduler._MAX_SHORT_STEPS = most_steps
+    facts["unknown"] = unknown_change_facts(engine, scheduler)
+    return facts
+
+
+def unknown_change_facts(engine: VllmEngine, scheduler: Any) -> dict[str, Any]:
+    """Generate responses while vLLM's own `schedule` changes a number that short steps do not know."""
+    base, example = type(scheduler).__mro__[2], scheduler._example
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.a_new_count = getattr(self, "a_new_count", 0) + 1
+        return own(self, *args, **kwargs)
+
+    own, scheduler._example = base.schedule, None
+    with patch.object(base, "schedule", schedule), patch.object(short_scheduler.log, "warning") as warning:
+        found = engine.generate(some_requests(8, 4, 118), SamplingConfig(temperature=1.0), 20)
+    facts = {
+        "answers": answers(found),
+        "allowed": scheduler.short_steps_allowed,
+        "warnings": [call.args[0] % call.args[1:] for call in warning.call_args_list],
+    }
+    scheduler.short_steps_allowed, scheduler._example = True, example
+    engine._engine.reset_prefix_cache()
     return facts
 
 

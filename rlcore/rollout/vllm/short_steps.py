@@ -39,9 +39,9 @@ REQUEST_CHANGES = frozenset(
 """The attributes of a request that vLLM is expected to change when it schedules a token. `num_in_flight_tokens` exists
 in releases after 0.25. If vLLM changes another attribute, short steps are disabled. Elements that are appended to a
 list do not count as a change."""
-SCHEDULER_CHANGES = frozenset({"current_step", "prefill_capacity_bound"})
+SCHEDULER_CHANGES = frozenset({"current_step", "num_executed_steps", "prefill_capacity_bound"})
 """The numbers and texts in the scheduler that vLLM is expected to change when it schedules a token. If vLLM changes
-another number or text, short steps are disabled."""
+another number or text, short steps are disabled. `num_executed_steps` exists in releases after 0.32."""
 
 
 def unsupported_reason(scheduler: Any) -> str | None:
@@ -127,9 +127,9 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         reason = unsupported_reason(self)
+        self.short_steps_allowed = True
         if reason is not None:
-            log.warning("rollout.engine: short steps are disabled, which makes generation slower: %s", reason)
-        self.short_steps_allowed = reason is None
+            self._disable_short_steps(reason)
         self._block_tokens = 1 if reason else self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._placeholders: int | None = None  # per scheduled token, None until a step shows it
         self._counts_in_flight = False  # in each request, after release 0.25
@@ -139,6 +139,10 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._short_steps: deque[tuple[Any, _Rows, Any]] = deque()  # orders in progress, with rows and indices
         self._hashes_behind = False
         self._kept: dict[str, tuple[list[int], list[float]]] = {}  # token ids and logprobs not yet in an output
+
+    def _disable_short_steps(self, reason: str) -> None:
+        log.warning("rollout.engine: short steps are disabled, which makes generation slower: %s", reason)
+        self.short_steps_allowed = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the next step, as a short step if possible."""
@@ -196,9 +200,11 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._may_be_short = not order.preempted_req_ids and self._all_decode(order)
         if before is None or not self._one_token_to_each(order) or seen.request_id not in order.num_scheduled_tokens:
             return order
-        # If another release changes more, short steps are disabled.
-        if _changed(before[0], vars(seen)) - REQUEST_CHANGES or _changed(before[1], after) - SCHEDULER_CHANGES:
-            self.short_steps_allowed = False
+        unknown = _changed(before[0], vars(seen)) - REQUEST_CHANGES | _changed(before[1], after) - SCHEDULER_CHANGES
+        if unknown:
+            import vllm
+
+            self._disable_short_steps(f"vLLM {vllm.__version__} also changes {', '.join(sorted(unknown))} in each step")
             return order
         self._placeholders = seen.num_output_placeholders - before[0]["num_output_placeholders"]
         self._counts_in_flight = "num_in_flight_tokens" in before[0]
