@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 from prefect import flow
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun, TaskRun
 from prefect.exceptions import Pause

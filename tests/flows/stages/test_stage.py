@@ -18,7 +18,7 @@ from flows.stages.outputs import Export, ExportBest, ExportedWeights, Report, Re
 from flows.stages.train import Chunk, PassRates, PassRateTable, Train, record_inputs
 from flows.work.mlflow_record import MlflowContents, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run
-from rlcore.config import SuiteConfig
+from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.layout import RunInputs, RunLayout, suite_fingerprint
