@@ -340,7 +340,7 @@ def test_unknown_parts_of_a_plan(show_changed):
     assert "memory:" not in out
 
 
-def test_memory_table_has_phases_parts_sums_and_a_note(capsys):
+def test_memory_table_has_phases_parts_sums_and_a_note(capsys, show_changed):
     show_memory(card(77_400_000_000))
     title, columns, rows = capsys.readouterr().out.partition("\npart ")
     assert " ".join(title.split()) == "Memory of a card, 77.4 GB of it for tensors, GB by phase"
