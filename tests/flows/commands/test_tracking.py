@@ -134,7 +134,7 @@ def test_a_comparison_has_the_numbers_that_mlflow_has(synced, reference):
     done = millrace(synced, "compare", first, "--search", "tags.seed = '2'")
     assert done.code == 0, done.err
     assert done.out.startswith(f"2 runs: {first}, {second}\n")
-    (written,) = re.findall(r"JSON +(\S+)", done.out)
+    written, *_ = re.findall(r"JSON +(\S+)", done.out)
     table = json.loads(Path(written).read_text())["tables"]["metrics"]
     runs = {run_id: run_of(synced, run_id) for run_id in (first, second)}
     for place, run in enumerate(runs.values(), start=1):
