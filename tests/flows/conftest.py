@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,13 +41,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HELD = Path(__file__).parent / "held"
 """Folder for PYTHONPATH: its sitecustomize holds a trainer in a phase."""
 SMALL = (
-    "experiment=debug",
-    "trainer.total_steps=60",
-    "trainer.steps_per_chunk=20",
-    "validation.every_steps=20",
-    "runtime.stop_deadline_s=200",
-    "alarms.entropy_below=50",
-)
+    "experiment=debug", "trainer.total_steps=60", "trainer.steps_per_chunk=20", "validation.every_steps=20",
+    "runtime.stop_deadline_s=200", "alarms.entropy_below=50",
+)  # fmt: skip
 """The debug experiment with chunks long enough for a kill, time to save on a busy disk, and an alarm."""
 WAIT_S = 280.0
 
@@ -56,6 +53,10 @@ class Finished:
     code: int
     out: str
     err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
 
 
 _started: list["subprocess.Popen[str]"] = []
@@ -78,24 +79,18 @@ def nothing_left_running() -> Iterator[None]:
 def start(command: Sequence[str], environment: Mapping[str, str], folder: Path = REPOSITORY) -> "subprocess.Popen[str]":
     """Start a command in a separate session."""
     process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
     _started.append(process)
     return process
 
 
 def forked(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path = REPOSITORY
+    module: str, words: Sequence[str], environment: Mapping[str, str], folder: Path = REPOSITORY
 ) -> ForkedCommand:
     """Fork `python -m MODULE ARGUMENTS` from a process that has imported most of the module's imports."""
-    process = ForkedCommand(module, arguments, environment, folder)
+    process = ForkedCommand(module, words, environment, folder)
     _started.append(process)
     return process
 
@@ -154,10 +149,8 @@ def numbers(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def mlflow_rows(root: Path, query: str) -> list[tuple[str, ...]]:
-    with sqlite3.connect(root / "mlflow.db") as database:
-        rows = database.execute(query).fetchall()
-    database.close()
-    return rows
+    with closing(sqlite3.connect(root / "mlflow.db")) as database:
+        return database.execute(query).fetchall()
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -281,8 +274,7 @@ class Api:
     login: str
 
     def filter(self, what: str, **body: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.ask(f"{what}/filter", body)
-        return found
+        return self.ask(f"{what}/filter", body)
 
     def events(self, run_id: str, name: str) -> list[dict[str, Any]]:
         """Return payloads of a run's events of that name, oldest first."""

@@ -46,13 +46,12 @@ class Record:
 
 @pytest.fixture
 def config(artifacts_root: Path) -> RunConfig:
-    return load_config(
-        ["experiment=debug", "data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
-    )
+    size = ("data.train_size=20", "data.validation_size=5")
+    return load_config(["experiment=debug", *size, f"paths.root={artifacts_root}"])
 
 
 @pytest.mark.parametrize("with_report", [False, True])
-def test_stages_run_in_order(config: RunConfig, with_report: bool) -> None:
+def test_stages_run_in_order(config, with_report):
     lines = []
 
     def do(stage: Stage[R], run: OpenRun) -> R:
@@ -81,7 +80,7 @@ def test_stages_run_in_order(config: RunConfig, with_report: bool) -> None:
     assert done.report == (HERE if with_report else None)
 
 
-def test_filter_warns_of_fewer_rows_than_a_batch(config: RunConfig) -> None:
+def test_filter_warns_of_fewer_rows_than_a_batch(config):
     lines = []
     for size in (20, 21):
         run = OpenRun(changed(config, "trainer", batch_size=size, mini_batch_size=size))
@@ -96,9 +95,7 @@ def test_filter_warns_of_fewer_rows_than_a_batch(config: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("of_run", "of_suite", "name"), [(0, 0, "step-000002"), (2, 0, "all-step-000002"), (0, 2, "all-step-000002")]
 )
-def test_requested_validation_has_all_problems_and_a_separate_name(
-    config: RunConfig, of_run: int, of_suite: int, name: str
-) -> None:
+def test_requested_validation_has_all_problems_and_a_separate_name(config, of_run, of_suite, name):
     suites = (SuiteConfig(name="sums", data=config.data, max_problems=of_suite),)
     config = changed(config, "validation", suites=suites, max_problems=of_run)
     titles = [Validate(checkpoint).title(OpenRun(config)) for checkpoint in ("start", "last", "best", "step-000002")]
@@ -127,23 +124,15 @@ class Failing(Stage[str]):
         return result
 
 
-def test_only_a_lost_trainer_is_retried_up_to_the_limit(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_lost_trainer_is_retried_up_to_the_limit(config, capsys):
     run = OpenRun(changed(config, "runtime", max_chunk_retries=2))
     lost = WorkerLostError("it is gone")
     with use_display(PlainDisplay()):
         assert run_on_console(Failing((lost, lost)), run) == "done"
-        assert capsys.readouterr().out.splitlines() == [
-            "it is gone",
-            "trying again from the last checkpoint (1 of 2)",
-            "it is gone",
-            "trying again from the last checkpoint (2 of 2)",
-            "done",
-        ]
-        often = Failing((lost, lost, lost))
-        with pytest.raises(WorkerLostError):
-            run_on_console(often, run)
-        assert len(often.calls) == 3
-        wrong = Failing((ModelError("wrong"),))
-        with pytest.raises(ModelError):
-            run_on_console(wrong, run)
-        assert len(wrong.calls) == 1
+        retries = [("it is gone", f"trying again from the last checkpoint ({number} of 2)") for number in (1, 2)]
+        assert capsys.readouterr().out.splitlines() == [*retries[0], *retries[1], "done"]
+        for errors, calls in (((lost, lost, lost), 3), ((ModelError("wrong"),), 1)):
+            failing = Failing(errors)
+            with pytest.raises(type(errors[0])):
+                run_on_console(failing, run)
+            assert len(failing.calls) == calls

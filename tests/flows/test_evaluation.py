@@ -48,7 +48,7 @@ def result(run: SmallRun, suite: str, name: str) -> ValidationResult:
     return ValidationResult.read(run.layout.suites / suite / f"{name}.json")
 
 
-def test_suite_is_validated_at_its_steps(run: SmallRun) -> None:
+def test_suite_is_validated_at_its_steps(run):
     steps = {record.step: record.metrics for record in read_journal(run.layout.journal)}
     evaluated = {
         name: [step for step, metrics in steps.items() if f"val-core/{name}/reward/mean_at_2" in metrics]
@@ -60,14 +60,11 @@ def test_suite_is_validated_at_its_steps(run: SmallRun) -> None:
     saved = list_checkpoints(run.layout.checkpoints, verify_hashes=False)[-1].metrics
     assert {name.split("/")[1] for name in saved if name.startswith("val-core/")} == {"countdown"}
     shown = suite_table(read_run(run.layout.run_dir))
-    assert shown is not None
     assert {row[0].text for row in shown.rows} == {"often", "ends"}
     assert sorted(file.name for file in run.inputs.suites["often"].glob("*.parquet")) == ["validation.parquet"]
 
 
-def test_evaluation_matches_the_run_and_pairs_results(
-    run: SmallRun, suites: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_matches_the_run_and_pairs_results(run, suites, capsys):
     folder = str(run.layout.run_dir)
     words = (f"{folder}@start", folder, "--suite", suites[0], "--suite", suites[1])
     done = in_this_process(capsys, "eval", *words, "--json")
@@ -97,7 +94,7 @@ def test_evaluation_matches_the_run_and_pairs_results(
     assert "worker(s) on" not in again.out + again.err
 
 
-def test_models_are_evaluated_with_equal_reward_weights(run: SmallRun, tmp_path: Path) -> None:
+def test_models_are_evaluated_with_equal_reward_weights(run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run.config.paths.root, root)
     folder = root / "runs" / run.layout.run_dir.name
@@ -113,25 +110,17 @@ def test_models_are_evaluated_with_equal_reward_weights(run: SmallRun, tmp_path:
     assert trained.reward.weights == base.reward.weights == {}
     assert trained.reward.deadline_s == 7.0
     given = [*short, "reward.weights={correct: 2.0}"]
-    assert [evaluation_settings(model, ["countdown"], given, root).reward.weights for model in models] == [
-        {"correct": 2.0},
-        {"correct": 2.0},
-    ]
+    weights = [evaluation_settings(model, ["countdown"], given, root).reward.weights for model in models]
+    assert weights == [{"correct": 2.0}] * 2
 
 
-def test_silent_judge_is_an_error_without_result(
-    run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_silent_judge_is_an_error_without_result(run, tmp_path, capsys):
     suite = tmp_path / "evaluated.yaml"
     one = (TASK % (1, "['+']")).replace("samples_per_problem: 2", "samples_per_problem: 1\ngreedy: false")
     suite.write_text(one.replace("{", "{scorer: data.judge:score, ", 1))
-    dead = (
-        "reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=m", "reward.judge.tries=1",
-        "reward.judge.deadline_s=4",
-    )  # fmt: skip
-    done = in_this_process(
-        capsys, "eval", str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead, "--json"
-    )
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "tries": 1, "deadline_s": 4}
+    words = ("reward.num_processes=1", *(f"reward.judge.{name}={value}" for name, value in judge.items()), "--json")
+    done = in_this_process(capsys, "eval", str(run.layout.run_dir), "--suite", str(suite), *words)
     assert (done.code, done.out) == (1, "")
     assert "suite evaluated: has no metrics, for 1 responses have no score; data.judge:score failed, the la" in done.err
     assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err
@@ -140,9 +129,7 @@ def test_silent_judge_is_an_error_without_result(
     assert not [*run.layout.run_dir.parent.glob("eval-*/suites/evaluated/*")]
 
 
-def test_evaluation_journal_reports_responses_without_score(
-    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_journal_reports_responses_without_score(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "fails_at_times.py").write_text("def score(response, truth):\n    return 1 / (len(response) % 2)\n")
     suite = tmp_path / "fails.yaml"
@@ -154,13 +141,12 @@ def test_evaluation_journal_reports_responses_without_score(
     journal = load_journal(made.layout.journal)
     assert [record.step for record in journal.steps] == [0]
     (message,) = [event.data for event in journal.events if event.name == "scorer_failed"]
-    assert message["suite"] == "fails"
-    assert (
-        message["num_answers"] == len(ValidationResult.read(made.layout.suites / "fails" / "before.json").failures) > 0
-    )
+    failures = ValidationResult.read(made.layout.suites / "fails" / "before.json").failures
+    assert (message["suite"], message["num_answers"]) == ("fails", len(failures))
+    assert failures
 
 
-def test_wrong_names_are_reported(run: SmallRun, suites: list[str], tmp_path: Path) -> None:
+def test_wrong_names_are_reported(run, suites, tmp_path):
     with pytest.raises(DataError, match=r"neither the folder nor the id of a run.*A model is a folder"):
         evaluation_settings("no-such-run", suites, [], tmp_path)
     wrong = tmp_path / "wrong.yaml"

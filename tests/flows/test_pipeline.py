@@ -18,30 +18,17 @@ import pytest
 from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flows.server.api import LocalServer
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.watchdog import read_failures
 from rlcore.tracking.journal import load_journal
-from tests.flows.conftest import (
-    SMALL,
-    Api,
-    Millrace,
-    Reference,
-    ended,
-    journal,
-    mlflow_rows,
-    numbers,
-    start,
-    under,
-    wait_until,
-)
+from tests.flows import conftest
+from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, mlflow_rows, numbers, wait_until
 from tests.helpers.harmful import HARM
 from tests.storage.small_disk import fill, mounted
 
 pytestmark = pytest.mark.prefect
 
 PIPELINE = {"name": {"any_": ["pipeline"]}}
-HELD = Path(__file__).parent / "held"
 OF_RUNS = "select status from runs where name not like 'warm-start-%'"
 """Runs except the separate ones of warm starts, which other runs may share."""
 UNTRACKED = (*SMALL, "tracking.enabled=false")
@@ -51,11 +38,8 @@ ENDLESS = (*(word for word in SMALL if "total_steps" not in word), "trainer.tota
 STAGE_WORDS = ("dataset:", "filter:", "warm start:", "train:", "validation:", "weights:", "report:")
 
 
-def trainer_of(process: "subprocess.Popen[str]") -> psutil.Process | None:
-    for child in psutil.Process(process.pid).children():
-        if "rlcore.run.process" in child.cmdline():
-            return child
-    return None
+def trainer_of(process: "subprocess.Popen[str]") -> psutil.Process:
+    return next(child for child in psutil.Process(process.pid).children() if "rlcore.run.process" in child.cmdline())
 
 
 def wait_for_step(millrace: Millrace, step: int) -> None:
@@ -66,9 +50,9 @@ def wait_for_step(millrace: Millrace, step: int) -> None:
     wait_until(is_there, f"step {step}")
 
 
-def own_run(reference: Reference) -> str:
-    """Query the reference's MLflow run, apart from that of its warm start."""
-    return f"select run_uuid from tags where key = 'millrace.run_id' and value = '{reference.run_dir.name}'"
+def own_run(run_dir: Path) -> str:
+    """Query the MLflow run, apart from that of its warm start."""
+    return f"select run_uuid from tags where key = 'millrace.run_id' and value = '{run_dir.name}'"
 
 
 @pytest.fixture
@@ -77,30 +61,20 @@ def first(api: Api, reference: Reference) -> dict[str, Any]:
     return api.filter("flow_runs", flow_runs=named, sort="START_TIME_ASC", limit=1)[0]
 
 
-def test_stages_and_chunks_are_tasks(first: dict[str, Any], api: Api) -> None:
+def test_stages_and_chunks_are_tasks(first, api):
     assert first["state_type"] == "COMPLETED"
     assert re.fullmatch(r"mean_at_2 0\.\d{3} -> 0\.\d{3}, 60 steps, \d+ s", first["state"]["message"])
     assert {"debug", "countdown"} <= {*first["tags"]}
     tasks = api.filter("task_runs", flow_runs={"id": {"any_": [first["id"]]}}, sort="EXPECTED_START_TIME_ASC")
     assert [task["name"] for task in tasks] == [
-        "dataset countdown",
-        "filter to 32 tokens",
-        "warm-start debug",
-        "train/debug step 0-20",
-        "train/debug step 20-40",
-        "train/debug step 40-60",
-        "export debug",
-        "validate/debug before",
-        "validate/debug after",
-        "export debug best",
-        "report/debug",
-    ]
+        "dataset countdown", "filter to 32 tokens", "warm-start debug", "train/debug step 0-20",
+        "train/debug step 20-40", "train/debug step 40-60", "export debug", "validate/debug before",
+        "validate/debug after", "export debug best", "report/debug",
+    ]  # fmt: skip
     assert {task["state_type"] for task in tasks} == {"COMPLETED"}
 
 
-def test_prefect_shows_progress_validation_checkpoints_report_and_link(
-    first: dict[str, Any], api: Api, reference: Reference
-) -> None:
+def test_prefect_shows_progress_validation_checkpoints_report_and_link(first, api, reference):
     shown = api.filter("artifacts", artifacts={"flow_run_id": {"any_": [first["id"]]}})
     keys = {str(one["key"]) for one in shown}
     of_the_run = f"{reference.run_dir.name}-"
@@ -112,7 +86,6 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert "`millrace ui --root " in artifacts["summary"]
     assert artifacts["progress-train"] == artifacts["progress-warm-start"] == 100.0
     measured, reward = numbers(reference.run_dir), "val-core/countdown/reward/mean_at_2"
-
     figures = {row["metric"]: row for row in json.loads(artifacts["validation"])}
     assert set(figures["val-core/countdown/reward/greedy"]) == {"metric", "before", "after"}
     latest = {row["metric"]: row for row in json.loads(artifacts["latest-validation"])}
@@ -120,36 +93,24 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
         low, high = (measured[step][f"{reward}/{end}"] for end in ("ci_low", "ci_high"))
         assert latest[reward][f"step {step}"] == f"{measured[step][reward]:.3f} [{low:.3f}, {high:.3f}]"
     assert figures[reward]["after"] == latest[reward]["step 60"]
-
     checkpoints = json.loads(artifacts["checkpoints"])
     on_disk = sorted((reference.run_dir / "checkpoints").glob("step-*"))
     assert [row["path"] for row in checkpoints] == [str(path) for path in on_disk]
     assert [row["score"] for row in checkpoints] == [round(measured[row["step"]][reward], 3) for row in checkpoints]
     assert checkpoints[-1]["step"] == 60
     assert all(row["MB"] > 0 for row in checkpoints)
-
     assert artifacts["report-page"].endswith(f"({(reference.run_dir / 'report/report.html').as_uri()})")
     summary = artifacts["summary"]
     assert summary.startswith(f"## {reference.run_dir.name}")
     assert "train: step 60/60" in summary
     of_the_summary = [one for one in shown if str(one["key"]).endswith("-summary")]
     assert len(of_the_summary) == 1, "the summary is updated, not created again"
-
     assert str(reference.run_dir / "report") in artifacts["report"]
     assert f"{measured[60][reward]:.3f}" in artifacts["report"]
     assert "&#" not in artifacts["report"]
 
 
-def test_checkpoints_are_events(api: Api, reference: Reference) -> None:
-    def message() -> list[dict[str, Any]]:
-        return api.events(reference.run_dir.name, "checkpoint.saved")
-
-    wait_until(lambda: len(message()) >= 3, "three events")
-    assert [one["step"] for one in message()[:3]] == [20, 40, 60]
-    assert message()[2]["path"] == str(reference.run_dir / "checkpoints" / "step-000060")
-
-
-def test_dataset_model_and_report_are_assets(api: Api, reference: Reference) -> None:
+def test_dataset_model_and_report_are_assets(api, reference):
     own = f"millrace://{reference.run_dir.name}"
     (dataset,) = (reference.millrace.root / "datasets").iterdir()
 
@@ -166,9 +127,8 @@ def test_dataset_model_and_report_are_assets(api: Api, reference: Reference) -> 
     assert {key: value for key, value in read_assets().items() if key in expected} == expected
 
 
-def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], reference: Reference) -> None:
-    root = reference.millrace.root
-    own = own_run(reference)
+def test_mlflow_has_settings_datasets_report_and_weights(first, reference):
+    root, own = reference.millrace.root, own_run(reference.run_dir)
     tags = dict(mlflow_rows(root, f"select key, value from tags where run_uuid in ({own})"))
     assert tags["prefect.flow_run_id"] == first["id"]
     assert tags["millrace.run_id"] == reference.run_dir.name
@@ -192,9 +152,9 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], 
     assert int(mlflow_rows(root, evaluated)[0][0]) >= len(checkpoints) + 1, "scores are linked to models"
 
 
-def test_mlflow_begins_with_the_reward_and_has_the_responses(reference: Reference) -> None:
+def test_mlflow_begins_with_the_reward_and_has_the_responses(reference):
     client = MlflowClient(f"sqlite:///{reference.millrace.root}/mlflow.db")
-    ((own,),) = mlflow_rows(reference.millrace.root, own_run(reference))
+    ((own,),) = mlflow_rows(reference.millrace.root, own_run(reference.run_dir))
     run = client.get_run(own)
     assert next(iter(run.data.metrics)) == "val/reward"
     last = journal(reference.run_dir)[-1]["metrics"]
@@ -214,18 +174,23 @@ def test_mlflow_begins_with_the_reward_and_has_the_responses(reference: Referenc
     assert mlflow_rows(reference.millrace.root, linked) == [("countdown held-out",)]
 
 
-def test_alarm_is_an_event_in_prefect_and_mlflow(api: Api, reference: Reference) -> None:
+def test_checkpoints_and_alarms_are_events(api, reference):
+    def saved() -> list[dict[str, Any]]:
+        return api.events(reference.run_dir.name, "checkpoint.saved")
+
+    wait_until(lambda: len(saved()) >= 3, "three events")
+    assert [one["step"] for one in saved()[:3]] == [20, 40, 60]
+    assert saved()[2]["path"] == str(reference.run_dir / "checkpoints" / "step-000060")
     message = [event for event in load_journal(reference.run_dir / "metrics.jsonl").events if event.name == "alarm"]
     assert message
     run_id = reference.run_dir.name
     wait_until(lambda: len(api.events(run_id, "alarm")) >= len(message), "Prefect's events")
     assert {str(event.data["text"]) for event in message} <= {one["text"] for one in api.events(run_id, "alarm")}
-    own = own_run(reference)
-    query = f"select value from tags where key = 'events.alarm' and run_uuid in ({own})"
+    query = f"select value from tags where key = 'events.alarm' and run_uuid in ({own_run(reference.run_dir)})"
     assert mlflow_rows(reference.millrace.root, query) == [(f"step {message[-1].step}",)]
 
 
-def test_second_run_repeats_no_finished_work(api: Api, reference: Reference) -> None:
+def test_second_run_repeats_no_finished_work(api, reference):
     run_dir = reference.run_dir
     logs, before = sorted((run_dir / "logs").iterdir()), (run_dir / "metrics.jsonl").read_bytes()
     files = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
@@ -248,7 +213,7 @@ def test_second_run_repeats_no_finished_work(api: Api, reference: Reference) -> 
 
 
 @pytest.mark.lengthy
-def test_hang_without_prefect_is_detected_and_retried(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
+def test_hang_without_prefect_is_detected_and_retried(millrace, reference, tmp_path):
     hangs_once = ("algo.policy_loss=tests.helpers.harmful:hangs", "runtime.deadlines.update_s=20")
     done = Millrace(millrace.root, {HARM: str(tmp_path)})("train", *UNTRACKED, *hangs_once, code=0)
     assert "hang in update_actor after step" in done.out
@@ -257,7 +222,7 @@ def test_hang_without_prefect_is_detected_and_retried(millrace: Millrace, refere
 
 
 @pytest.mark.lengthy
-def test_run_fails_after_last_retry_and_can_resume(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
+def test_run_fails_after_last_retry_and_can_resume(millrace, reference, tmp_path):
     settings = (*UNTRACKED, "algo.policy_loss=tests.helpers.harmful:kills", "runtime.max_chunk_retries=1")
     command = Millrace(millrace.root, {HARM: str(tmp_path)})
     failed = command("train", *settings)
@@ -267,38 +232,26 @@ def test_run_fails_after_last_retry_and_can_resume(millrace: Millrace, reference
     command("train", *settings, code=0)
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
     assert [str(failure.kind) for failure in read_failures(millrace.run_dir())] == ["lost worker", "lost worker"]
-    assert {record["metrics"].get("fault/num_retries") for record in journal(millrace.run_dir()) if record["step"]} == {
-        2.0
-    }
+    steps = [record["metrics"] for record in journal(millrace.run_dir()) if record["step"]]
+    assert {metrics.get("fault/num_retries") for metrics in steps} == {2.0}
 
 
-def test_killed_trainer_restarts_with_equal_numbers(
-    millrace: Millrace, api: Api, reference: Reference, tmp_path: Path
-) -> None:
+def test_killed_trainer_restarts_with_equal_numbers(millrace, api, reference, tmp_path):
     updating, exporting = files = tmp_path / "updating", tmp_path / "exporting"
-    hold = {
-        "HOLD_PHASE": "update_actor,export",
-        "HOLD_AFTER": "24,0",  # step 25 is in the second chunk
-        "HOLD_FILE": ",".join(map(str, files)),
-        "PYTHONPATH": str(HELD),
-    }
+    hold = {"HOLD_PHASE": "update_actor,export", "HOLD_FILE": ",".join(map(str, files))}
+    hold |= {"HOLD_AFTER": "24,0", "PYTHONPATH": str(conftest.HELD)}  # step 25 is in the second chunk
     process = replace(millrace, environment=millrace.environment | hold).start("run", *UNTRACKED)
     wait_until(lambda: updating.exists() or process.poll() is not None, "an update in the second chunk")
     for _ in ("in a chunk", "in the export"):
-        trainer = trainer_of(process)
-        assert trainer is not None
-        trainer.kill()
+        trainer_of(process).kill()
         wait_until(lambda: exporting.exists() or process.poll() is not None, "the export")
     done = ended(process, 0)
     assert done.out.count("signal SIGKILL") == 2
     assert done.out.count("trying again from the last checkpoint (1 of 2)") == 2
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
     # Prefect sends states of tasks as events, which arrive later.
-    (run,) = (
-        one
-        for one in api.filter("flow_runs")
-        if f"paths.root={millrace.root}" in one["parameters"].get("overrides", ())
-    )
+    root = f"paths.root={millrace.root}"
+    (run,) = (one for one in api.filter("flow_runs") if root in one["parameters"].get("overrides", ()))
     second: dict[str, Any] = {
         "flow_runs": {"id": {"any_": [run["id"]]}},
         "task_runs": {"name": {"any_": ["train/debug step 20-40"]}, "state": {"type": {"any_": ["COMPLETED"]}}},
@@ -308,9 +261,9 @@ def test_killed_trainer_restarts_with_equal_numbers(
     assert chunk["run_count"] == 1
     assert "resuming from step" in wait_for_event(api, millrace, "resumed")["text"]
     wait_for_event(api, millrace, "alarm")
-    alarms = [one for one in api.events(millrace.run_dir().name, "alarm") if one["alarm"] == "entropy"]
+    alarms = [one["text"] for one in api.events(millrace.run_dir().name, "alarm") if one["alarm"] == "entropy"]
     assert alarms
-    assert all("alarms.entropy_below is 50" in one["text"] for one in alarms)
+    assert all("alarms.entropy_below is 50" in text for text in alarms)
 
 
 def wait_for_event(api: Api, millrace: Millrace, name: str) -> dict[str, Any]:
@@ -320,7 +273,7 @@ def wait_for_event(api: Api, millrace: Millrace, name: str) -> dict[str, Any]:
     return api.events(run_id, name)[-1]
 
 
-def test_signal_saves_and_same_command_resumes(millrace: Millrace, api: Api, reference: Reference) -> None:
+def test_signal_saves_and_same_command_resumes(millrace, api, reference):
     calm, step = numbers(reference.run_dir), 22
     for number, more in ((signal.SIGINT, ("tracking.enabled=false",)), (signal.SIGTERM, ())):
         process = millrace.start("run", *ENDLESS, *more)
@@ -350,7 +303,7 @@ def test_signal_saves_and_same_command_resumes(millrace: Millrace, api: Api, ref
 
 
 @pytest.mark.lengthy
-def test_cancellation_reaches_run_without_worker(millrace: Millrace, api: Api) -> None:
+def test_cancellation_reaches_run_without_worker(millrace, api):
     process = millrace.start("run", *ENDLESS)
     wait_for_step(millrace, 2)
     (run,) = api.filter("flow_runs", flow_runs={"state": {"type": {"any_": ["RUNNING"]}}}, flows=PIPELINE)
@@ -362,11 +315,10 @@ def test_cancellation_reaches_run_without_worker(millrace: Millrace, api: Api) -
 
 
 @pytest.mark.lengthy  # also in test_stack and test_trainer
-def test_killed_flow_ends_its_trainer_and_run_resumes(millrace: Millrace, reference: Reference) -> None:
+def test_killed_flow_ends_its_trainer_and_run_resumes(millrace, reference):
     process = millrace.start("run", *UNTRACKED)
     wait_for_step(millrace, 22)
     trainer = trainer_of(process)
-    assert trainer is not None
     os.killpg(process.pid, signal.SIGKILL)
     ended(process)
     database = millrace.root / "mlflow.db"
@@ -390,10 +342,10 @@ def make_demo(millrace: Millrace) -> "subprocess.Popen[str]":
     set_by_make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
     words = ["make", "-o", ".venv/.installed", "demo", f"BIN={Path(sys.executable).parent}"]
     environment = {name: value for name, value in os.environ.items() if name not in set_by_make}
-    return start([*words, f"ARGS=paths.root={millrace.root}"], environment | dict(millrace.environment))
+    return conftest.start([*words, f"ARGS=paths.root={millrace.root}"], environment | dict(millrace.environment))
 
 
-def test_make_demo_twice_concurrently(millrace: Millrace) -> None:
+def test_make_demo_twice_concurrently(millrace):
     first = make_demo(millrace)
     wait_until(lambda: bool(list(millrace.root.glob("runs/countdown_demo-*/run.json"))), "the first demo's run")
     family = {child.pid for child in psutil.Process(first.pid).children(recursive=True)}
@@ -402,13 +354,11 @@ def test_make_demo_twice_concurrently(millrace: Millrace) -> None:
     os.killpg(first.pid, signal.SIGKILL)
     ended(first)
     assert second.code == 2
-    message = re.search(r"run countdown_demo-\S+ is in use by process (\d+) on (\S+) since 20", second.err)
-    assert message is not None, second.err
-    assert int(message[1]) in family
-    assert message[2] == socket.gethostname()
+    message, *_ = re.findall(r"run countdown_demo-\S+ is in use by process (\d+) on (\S+) since 20", second.err)
+    assert (int(message[0]) in family, message[1]) == (True, socket.gethostname())
 
 
-def test_full_disk_within_chunk_ends_a_resumable_run(millrace: Millrace, reference: Reference) -> None:
+def test_full_disk_within_chunk_ends_a_resumable_run(millrace, reference):
     runs = millrace.root / "runs"
     with mounted(runs, size_mib=32):
         process = millrace.start("run", *UNTRACKED)
@@ -421,7 +371,7 @@ def test_full_disk_within_chunk_ends_a_resumable_run(millrace: Millrace, referen
         assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
 
 
-def test_full_disk_pauses_the_flow_run(millrace: Millrace, api: Api, reference: Reference) -> None:
+def test_full_disk_pauses_the_flow_run(millrace, api, reference):
     runs = millrace.root / "runs"
     with mounted(runs, size_mib=32):
         process = millrace.start("run", *UNTRACKED)
@@ -448,8 +398,6 @@ def test_full_disk_pauses_the_flow_run(millrace: Millrace, api: Api, reference: 
         assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
 
 
-# ---------------------------------------------------------------------- supervised steps alone
-
 SFT = (
     "experiment=debug", "warm_start.max_steps=8", "warm_start.steps_per_chunk=4", "warm_start.check_every=4",
     "warm_start.stop_at_reward=null", "runtime.stop_deadline_s=200",
@@ -458,8 +406,8 @@ SFT = (
 )  # fmt: skip
 
 
-def test_sft_evaluates_exports_and_reports(prefect_server: LocalServer, artifacts_root: Path, api: Api) -> None:
-    millrace = under(prefect_server, artifacts_root)
+def test_sft_evaluates_exports_and_reports(prefect_server, artifacts_root, api):
+    millrace = conftest.under(prefect_server, artifacts_root)
     done = millrace("sft", *SFT, code=0)
     run_dir = millrace.run_dir()
     flow_run = next(run for run in api.flow_runs(["pipeline"]) if run["name"] == run_dir.name)
@@ -477,7 +425,7 @@ def test_sft_evaluates_exports_and_reports(prefect_server: LocalServer, artifact
     report = json.loads((run_dir / "report" / "report.json").read_text())
     assert (report["state"], report["missing"]) == ("8 supervised steps", [])
     assert {"supervised", "accuracy"} <= {file.stem for file in (run_dir / "report" / "figures").glob("*.svg")}
-    own = f"select run_uuid from tags where key = 'millrace.run_id' and value = '{run_dir.name}'"
+    own = own_run(run_dir)
     assert mlflow_rows(millrace.root, f"select status from runs where run_uuid in ({own})") == [("FINISHED",)]
     sent = mlflow_rows(millrace.root, f"select key, step from metrics where run_uuid in ({own})")
     assert {("sft/loss", 8), ("sft/held_out_loss", 0), ("sft/held_out_loss", 8)} <= {*sent}
@@ -485,7 +433,6 @@ def test_sft_evaluates_exports_and_reports(prefect_server: LocalServer, artifact
     assert suite == {0, 8}
     model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run_dir / "model"))
-
     again = millrace("sft", *SFT, code=0)
     assert "finished, there is nothing to do" in again.out
     forked = millrace("sft", *SFT[:-1], "name=more", "--fork", run_dir.name, "--cfg", "job", code=0)
@@ -493,32 +440,23 @@ def test_sft_evaluates_exports_and_reports(prefect_server: LocalServer, artifact
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("words", "code", "problem"),
     [
-        (("trainer.total_steps=5",), r"trainer\.total_steps: is given more than once, .*got 5 and 0"),
-        (("pass_rates.samples=2",), r"trainer\.total_steps: must be 1 or more with pass rates"),
-        (("-m", "seed=1,2"), r"trainer\.total_steps: must be 1 or more in a sweep"),
-        (("warm_start.demonstrations=talks.jsonl",), r"warm_start\.demonstrations: must be a file that exists"),
+        ("trainer.total_steps=5", 2, r"trainer\.total_steps: is given more than once, .*got 5 and 0"),
+        ("pass_rates.samples=2", 2, r"trainer\.total_steps: must be 1 or more with pass rates"),
+        ("-m seed=1,2", 2, r"trainer\.total_steps: must be 1 or more in a sweep"),
+        ("warm_start.demonstrations=absent.jsonl", 2, r"warm_start\.demonstrations: must be a file that exists"),
+        ("warm_start.demonstrations=talks.jsonl", 1, r"talks\.jsonl must have rows, and is empty"),
+        ("data=mapped data.source=. data.question=q data.answer=a data.scorer=data.math:score model.path=owner/name "
+         "reward.num_processes=1 filter.max_prompt_tokens=56",
+         2, r"^warm_start\.enabled: must be false without demonstrations"),
     ],
 )  # fmt: skip
-def test_sft_refuses_wrong_settings_before_a_start(bare: Millrace, words: tuple[str, ...], problem: str) -> None:
-    done = bare("sft", "experiment=debug", *words, code=2)
-    assert re.search(problem, done.err), done.err
-    assert not (bare.root / "runs").exists()
-
-
-def test_sft_refuses_a_task_without_solutions_before_a_start(bare: Millrace, tmp_path: Path) -> None:
+def test_sft_refuses_wrong_settings_before_a_start(artifacts_root, tmp_path, monkeypatch, capsys, words, code, problem):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talks.jsonl").touch()
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"q": f"What is 1 and 1, {split}?", "a": "2"}))
-    rows = ("data=mapped", f"data.source={tmp_path}", "data.question=q", "data.answer=a", "data.scorer=data.math:score")
-    more = ("model.path=owner/name", "reward.num_processes=1", "filter.max_prompt_tokens=56")
-    done = bare("sft", "experiment=debug", *rows, *more, code=2)
-    assert done.err.startswith("warm_start.enabled: must be false without demonstrations"), done.err
-    assert not (bare.root / "runs").exists()
-
-
-def test_sft_refuses_an_empty_file_before_a_start(bare: Millrace, tmp_path: Path) -> None:
-    (tmp_path / "talks.jsonl").touch()
-    done = bare("sft", "experiment=debug", f"warm_start.demonstrations={tmp_path / 'talks.jsonl'}", code=1)
-    assert "talks.jsonl must have rows, and is empty" in done.err
-    assert not (bare.root / "runs").exists()
+    done = conftest.in_this_process(capsys, "sft", "experiment=debug", *words.split(), f"paths.root={artifacts_root}")
+    assert (done.code, bool(re.search(problem, done.err))) == (code, True), done
+    assert not (artifacts_root / "runs").exists()

@@ -3,17 +3,17 @@
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from uuid import UUID
 
 import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+from prefect.client.schemas.objects import FlowRun, TaskRun
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Completed, Failed, Scheduled, State, Suspended
+from prefect.states import Cancelled, Completed, Failed, Scheduled, Suspended
 
 from flows import pipeline
 from flows.chain import PipelineResult, StageRunner
@@ -46,13 +46,17 @@ def work() -> Made:
     return Made(on_disk[-1])
 
 
+def tasks_of(client: SyncPrefectClient, run: FlowRun) -> list[TaskRun]:
+    return client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
+
+
 @flow
 def chain() -> int:
     return run_task("stage", "stage {of} a run", work, lambda made: f"made {made.data}").data
 
 
 @pytest.mark.parametrize("end", [Completed, Failed, Cancelled])
-def test_retried_flow_run_repeats_its_stages(client: SyncPrefectClient, end: type[State[object]]) -> None:
+def test_retried_flow_run_repeats_its_stages(client, end):
     on_disk.clear()
     run = client.create_flow_run(chain)
     assert run_flow(chain, client.read_flow_run(run.id)) == 0
@@ -60,13 +64,9 @@ def test_retried_flow_run_repeats_its_stages(client: SyncPrefectClient, end: typ
     client.set_flow_run_state(run.id, Scheduled(), force=True)
     assert run_flow(chain, client.read_flow_run(run.id)) == 1
     assert on_disk == [0, 1]
-
-    def names() -> list[str]:
-        tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
-        return [task.name for task in tasks]
-
     # the server gets the name of a task run by a later event
-    wait_until(lambda: names() == ["stage {of} a run"] * 2, "two task runs under the stage's name")
+    named = ["stage {of} a run"] * 2
+    wait_until(lambda: [task.name for task in tasks_of(client, run)] == named, "two task runs under the stage's name")
 
 
 @flow
@@ -78,24 +78,17 @@ def mistaken(ours: bool) -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_mistake_is_a_message_and_bug_a_traceback(
-    client: SyncPrefectClient, caplog: pytest.LogCaptureFixture, ours: bool
-) -> None:
+def test_mistake_is_a_message_and_bug_a_traceback(client, caplog, ours):
     run = client.create_flow_run(mistaken, parameters={"ours": ours})
     with pytest.raises(ValueError, match="optim.lr" if ours else "unforeseen"):
         run_flow(mistaken, client.read_flow_run(run.id), parameters={"ours": ours})
-    state = client.read_flow_run(run.id).state
-    assert state is not None
-    assert state.message is not None
     message = "optim.lr: must be greater than 0; got -1" if ours else "unforeseen"
-    assert state.message.endswith(message)
-
+    assert client.read_flow_run(run.id).state.message.endswith(message)
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     reported = [record for record in errors if not record.getMessage().startswith("Finished in state")]
     assert [record.name for record in reported] == ["prefect.task_runs", "prefect.flow_runs"]
     for record in reported:
-        assert (record.getMessage() == message) == ours
-        assert (record.exc_info is None) == ours
+        assert (record.getMessage() == message, record.exc_info is None) == (ours, ours)
 
 
 @flow
@@ -107,14 +100,12 @@ def stopped() -> None:
         run_task("stage", "stage", end, str)
 
 
-def test_stopped_run_logs_no_error(client: SyncPrefectClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_stopped_run_logs_no_error(client, caplog):
     caplog.set_level(logging.INFO)
     run = client.create_flow_run(stopped)
     with pytest.raises(FlowCancelledError):
         run_flow(stopped, client.read_flow_run(run.id))
-    state = client.read_flow_run(run.id).state
-    assert state is not None
-    assert state.is_cancelled()
+    assert client.read_flow_run(run.id).state.is_cancelled()
     assert [record.levelname for record in caplog.records if STOP_REQUESTED in record.getMessage()] == ["INFO"]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
@@ -149,9 +140,7 @@ def one_task(root: str, suspends: bool) -> None:
 
 
 @pytest.mark.parametrize("suspends", [False, True])
-def test_stages_in_one_task_end_after_a_suspension(
-    client: SyncPrefectClient, artifacts_root: Path, suspends: bool
-) -> None:
+def test_stages_in_one_task_end_after_a_suspension(client, artifacts_root, suspends):
     on_disk.clear()
     parameters = {"root": str(artifacts_root), "suspends": suspends}
     run = client.create_flow_run(one_task, parameters=parameters)
@@ -160,26 +149,21 @@ def test_stages_in_one_task_end_after_a_suspension(
     assert on_disk == ([0] if suspends else [0, 1])
 
     def messages() -> list[tuple[str, str | None]]:
-        tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
-        return [(task.name, task.state and task.state.message) for task in tasks]
+        return [(task.name, task.state and task.state.message) for task in tasks_of(client, run)]
 
     wait_until(lambda: messages() == [("both stages", f"made {on_disk[-1]}")], "one task run with the last result")
-    state = client.read_flow_run(run.id).state
-    assert state is not None
-    assert state.is_paused() == suspends
+    assert client.read_flow_run(run.id).state.is_paused() == suspends
 
 
 @pytest.mark.parametrize("until", ["report", "export", "warm-start", "pass-rates"])
-def test_flow_is_checked_before_anything_is_made(client: SyncPrefectClient, artifacts_root: Path, until: str) -> None:
+def test_flow_is_checked_before_anything_is_made(client, artifacts_root, until):
     words = ["experiment=debug", "data.scorer=nowhere:score", "pass_rates.samples=2", f"paths.root={artifacts_root}"]
     with pytest.raises(ConfigError, match=r"data\.scorer: must name a function"):
         pipeline.pipeline(overrides=words, until=until)
     assert list(artifacts_root.iterdir()) == []
 
 
-def test_flow_uses_settings_of_its_command(
-    client: SyncPrefectClient, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flow_uses_settings_of_its_command(client, artifacts_root, monkeypatch):
     words = ["experiment=debug", "seed=3", "tracking.enabled=false", f"paths.root={artifacts_root}"]
     settings = compose_settings(words)
     for name in ("compose_settings", "check_run"):
@@ -191,7 +175,6 @@ def test_flow_uses_settings_of_its_command(
 
     monkeypatch.setattr(pipeline.chain, "run_chain", run_chain)
     assert pipeline.run_checked(settings).run_id == run_id(settings.config)
-    (run,) = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id(settings.config)]))
-    )
+    named = FlowRunFilter(name=FlowRunFilterName(any_=[run_id(settings.config)]))
+    (run,) = client.read_flow_runs(flow_run_filter=named)
     assert (run.parameters["experiment"], run.parameters["overrides"]) == ("debug", words[1:])

@@ -21,21 +21,18 @@ def step(number: int, **more: float) -> Progress:
     return Progress("train", number, 40, {"critic/score/mean": 0.25}, to_step=20, **more)  # type: ignore[arg-type]
 
 
-def test_progress_omits_unknown_metrics() -> None:
+def test_events_as_lines():
     assert metrics_text(step(3)) == "reward 0.250"
     assert metrics_text(step(3, eta_s=95.0, tokens_per_s=9_000.4)) == "reward 0.250  9,000 tokens/s  ETA 1:35"
     two = step(3, eta_s=95.0, tokens_per_s=9_000.4, num_devices=2, may_end_early=True)
     assert metrics_text(two) == "reward 0.250  9,000 tokens/s per GPU, 18,001 in total  may end early"
-
-
-def test_events_as_lines() -> None:
     assert describe(step(3)) == "train: step 3/40  reward 0.250"
     assert describe(Note("hello")) == "hello"
     assert describe(CheckpointSaved(20, "/x/step-000020")) == "checkpoint after step 20: /x/step-000020"
     assert describe(RunEvent("paused", {"missing_bytes": 3})) == "paused: missing_bytes 3"
 
 
-def test_labelled_display_prefixes_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_labelled_display_prefixes_lines(capsys):
     plain = PlainDisplay()
     with use_display(plain), use_display(LabelledDisplay(display(), "point 2 seed 1", later_s=600.0)):
         display().event(step(20, eta_s=25.0))
@@ -50,7 +47,7 @@ def test_labelled_display_prefixes_lines(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_has_chunk_ends_and_few_steps(capsys, monkeypatch):
     monkeypatch.setattr("flows.progress.PLAIN_EVERY_S", 1e9)
     with use_display(PlainDisplay()):
         for number in range(1, 41):
@@ -59,24 +56,23 @@ def test_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str], mo
     assert [line.split()[2] for line in lines] == ["1/40", "20/40", "40/40"]
 
 
-def test_full_log_does_not_end_a_run() -> None:
-    code = (
-        "import sys\n"
-        "from flows.cli import run_and_exit\n"
-        "from flows.progress import PlainDisplay, display, use_display\n"
-        "with use_display(PlainDisplay()):\n"
-        "    run_and_exit(lambda: [display().line('of a run'), print('continuing', file=sys.stderr)])\n"
-    )
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+def test_full_log_does_not_end_a_run():
+    code = """
+import sys
+from flows.cli import run_and_exit
+from flows.progress import PlainDisplay, display, use_display
+with use_display(PlainDisplay()):
+    run_and_exit(lambda: [display().line('of a run'), print('continuing', file=sys.stderr)])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", code]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, env=buffered
-        )
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     message = "not all of the output could be written: [Errno 28] No space left on device"
     assert (done.returncode, done.stderr.splitlines()) == (1, ["continuing", message])
 
 
-def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped(capsys):
     def fail() -> None:
         raise MillraceError("\x1b]0;mine\x07")
 
@@ -90,7 +86,7 @@ def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "\\x1b]0;mine\\x07\n"
 
 
-def test_terminal_has_live_and_permanent_lines() -> None:
+def test_terminal_has_live_and_permanent_lines():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
     with use_display(LiveDisplay(console)):
@@ -98,15 +94,14 @@ def test_terminal_has_live_and_permanent_lines() -> None:
         display().line("dataset: [4,767 rows]")
         display().event(Note("a note"))
     text = screen.getvalue()
-    assert "3/40" in text
-    assert "ETA 7 s" in text
+    for words in ("3/40", "ETA 7 s", "a note"):
+        assert words in text
     assert "dataset: [4,767 rows]\n" in text.replace("\x1b[2K", "").replace("\r", "")
-    assert "a note" in text
-    assert text.endswith("\x1b[?25h") or "\x1b[?25h" in text[-40:]
+    assert "\x1b[?25h" in text[-40:]
 
 
 @pytest.mark.parametrize(("width", "speed"), [(80, ""), (120, "  9,000 tokens/s")])
-def test_live_line_of_a_sweep_fits_the_terminal(width: int, speed: str) -> None:
+def test_live_line_of_a_sweep_fits_the_terminal(width, speed):
     screen, label = io.StringIO(), "point 1/2 seed 1 (run 1/4)"
     console = Console(file=screen, force_terminal=True, width=width)
     with use_display(LiveDisplay(console)), use_display(LabelledDisplay(display(), label, 600.0)):
@@ -114,7 +109,7 @@ def test_live_line_of_a_sweep_fits_the_terminal(width: int, speed: str) -> None:
     assert f" {label}  train 12/40  reward 0.250{speed}  ETA 1:35, sweep 11:35" in screen.getvalue()
 
 
-def test_filter_reports_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_filter_reports_progress(capsys):
     with use_display(PlainDisplay()):
         show_rows("train", 2_000, 2_000)
         assert capsys.readouterr().out == ""

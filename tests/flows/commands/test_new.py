@@ -28,7 +28,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     ("kind", "name"),
     [("experiment", "null"), *((kind, f"my_{kind}") for kind in COMMANDS if kind not in ("slurm", "project"))],
 )
-def test_the_command_that_it_names_can_be_planned(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_that_it_names_can_be_planned(kind, name, capsys):
     assert exit_code(lambda: app(["new", kind, name])) == 0
     command = capsys.readouterr().out.splitlines()[-1].split()
     assert " ".join(command) == COMMANDS[kind].format(name=name)
@@ -37,7 +37,7 @@ def test_the_command_that_it_names_can_be_planned(kind: str, name: str, capsys: 
     assert kind != "task" or "multiplication" not in Path(f"{name}.py").read_text()
 
 
-def test_project_runs_from_its_folder(empty_folder: Path) -> None:
+def test_project_runs_from_its_folder(empty_folder):
     new("project", "study")
     assert not list(Path("study").rglob("*NAME*"))
     assert not [file for file in Path("study").rglob("*") if file.is_file() and "NAME" in file.read_text()]
@@ -49,7 +49,7 @@ def test_project_runs_from_its_folder(empty_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_task_and_a_scorer_are_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_and_a_scorer_are_trained_on(capsys):
     new("task", "sums")
     new("scorer", "judge")
     made = ["data", "make", *COMMANDS["task"].format(name="sums").split()[2:]]
@@ -68,16 +68,11 @@ def test_a_task_and_a_scorer_are_trained_on(capsys: pytest.CaptureFixture[str]) 
         ("experiment", "-mine", "NAME: must be small letters, digits, _ and -, at most 64, and begin with a letter or"),
         ("task", "json", "got json. Choose another, such as my_json"),
         ("scorer", "data", "got data. Choose another, such as my_data"),
+        ("experiment", "mine", "exists already"),
     ],
 )
-def test_a_kind_or_name_that_cannot_be(kind: str, name: str, reported: str, empty_folder: Path) -> None:
+def test_a_kind_or_name_that_cannot_be(kind, name, reported, empty_folder):
+    (empty_folder / "mine.yaml").write_text("name: mine\n")
     with pytest.raises(ConfigError, match=reported):
         new(kind, name)
-    assert list(empty_folder.iterdir()) == []
-
-
-def test_a_file_that_is_there_stays(empty_folder: Path) -> None:
-    (empty_folder / "mine.yaml").write_text("name: mine\n")
-    with pytest.raises(ConfigError, match="exists already"):
-        new("experiment", "mine")
-    assert (empty_folder / "mine.yaml").read_text() == "name: mine\n"
+    assert [file.read_text() for file in empty_folder.iterdir()] == ["name: mine\n"]

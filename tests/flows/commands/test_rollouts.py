@@ -4,8 +4,6 @@ import json
 import os
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,9 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     return run
 
 
-def test_answers_are_shown_as_a_page_as_rows_and_as_json(
-    run: SmallRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_are_shown_as_a_page_as_rows_and_as_json(run, monkeypatch, capsys):
     words = [str(run.layout.run_dir)]
     rollouts.rollouts(words, kind="training", sort="-score", limit=3)
     lines, said = capsys.readouterr()
@@ -52,68 +48,55 @@ def test_answers_are_shown_as_a_page_as_rows_and_as_json(
     assert {"correct", "format"} == rows[0]["parts"].keys()
 
 
-def test_pairs_are_the_best_and_worst_of_each_group(
-    run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pairs_are_of_the_run_and_train_a_model_by_the_same_prompts(run, tmp_path, capsys):
+    """tests/flows/commands/test_rollouts_pairs.py compares them with a naive search."""
     words = [str(run.layout.run_dir)]
     rollouts.rollouts(words, kind="training", limit=0, as_json=True)
-    groups: dict[tuple[int, int], list[Any]] = {}
-    for row in map(json.loads, capsys.readouterr().out.splitlines()):
-        if row["finish_reason"] == "stop":
-            groups.setdefault((row["step"], row["prompt_id"]), []).append(row)
-    expected = {
-        place: (max(row["score"] for row in rows), min(row["score"] for row in rows)) for place, rows in groups.items()
-    }
-    expected = {place: scores for place, scores in expected.items() if scores[0] > scores[1]}
-    assert expected
+    rows = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    given = {(row["step"], row["prompt_id"], row["answer"], row["score"]) for row in rows}
     rollouts.rollouts(words, pairs=True)
     text = capsys.readouterr().out
     pairs = list(map(json.loads, text.splitlines()))
-    found = {(pair["step"], pair["prompt_id"]): (pair["chosen_score"], pair["rejected_score"]) for pair in pairs}
-    assert (found, {pair["run"] for pair in pairs}) == (expected, {run.layout.run_dir.name})
+    assert {pair["run"] for pair in pairs} == {run.layout.run_dir.name}
     for pair in pairs:
-        answers = {row["answer"]: row["score"] for row in groups[pair["step"], pair["prompt_id"]]}
-        assert (answers[pair["chosen"]], answers[pair["rejected"]]) == (pair["chosen_score"], pair["rejected_score"])
+        assert pair["chosen_score"] > pair["rejected_score"]
+        for end in ("chosen", "rejected"):
+            assert (pair["step"], pair["prompt_id"], pair[end], pair[f"{end}_score"]) in given
     rollouts.rollouts(words, pairs=True, limit=1)
     assert capsys.readouterr().out == text.splitlines(keepends=True)[0]
     (file := tmp_path / "pairs.jsonl").write_text(text)
     warm = WarmStartConfig(loss="dpo", demonstrations=str(file), held_out_rows=0)
     made = tokenize_demonstrations(warm, run.inputs.tokenizer_directory, seed=1, root=tmp_path)
-    prompts = {
-        prompt.prompt_id: prompt.token_ids for file in run.inputs.train_parquets for prompt in read_prompts(file)
-    }
-    whole = Counter(
-        tuple(one.token_ids)[: one.is_target.index(True)] for one in read_pairs(made.directory / "train.parquet")
-    )
-    assert whole <= Counter(prompts[pair["prompt_id"]] for pair in pairs), (
-        "prompts have the tokens that were sampled from"
-    )
+    prompts = {one.prompt_id: one.token_ids for file in run.inputs.train_parquets for one in read_prompts(file)}
+    trained = read_pairs(made.directory / "train.parquet")
+    whole = Counter(tuple(one.token_ids)[: one.is_target.index(True)] for one in trained)
+    assert whole <= Counter(prompts[pair["prompt_id"]] for pair in pairs), "those were sampled from"
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "problem"),
+    ("command", "options", "error", "problem"),
     [
-        ({"pairs": True, "kind": "validation"}, ConfigError, r"^--pairs: takes training responses only, got --kind v"),
-        ({"pairs": True, "step": "9"}, DataError, "no group has two finished responses .* among 0 responses"),
-        ({"tokens": True, "limit": 1}, ConfigError, "--tokens: must come with --json"),
+        ("rollouts", {"pairs": True, "kind": "validation"}, ConfigError,
+         r"^--pairs: takes training responses only, got --kind v"),
+        ("rollouts", {"pairs": True, "step": "9"}, DataError, "no group has two finished .* among 0 responses"),
+        ("rollouts", {"tokens": True, "limit": 1}, ConfigError, "--tokens: must come with --json"),
+        ("audit", {"scorer": ""}, ConfigError, "^--scorer: must name a function as module:function, got ''"),
+        ("audit", {"scorer": "nope"}, ConfigError, "^--scorer: must name a function as module:function, got 'nope'"),
+        ("audit", {"scorer": "math:prod"}, DataError, r"must score any text, but failed on \d+ responses of the audit"),
     ],
-)
-def test_options_without_result_are_reported(
-    run: SmallRun, options: dict[str, Any], error: type[Exception], problem: str
-) -> None:
+)  # fmt: skip
+def test_options_without_result_are_reported(run, command, options, error, problem):
     with pytest.raises(error, match=problem):
-        rollouts.rollouts([str(run.layout.run_dir)], **options)
+        getattr(rollouts, command)([str(run.layout.run_dir)], **options)
 
 
-def test_pairs_need_responses_of_one_turn(run: SmallRun) -> None:
+def test_pairs_need_responses_of_one_turn(run):
     game = load_config(["experiment=number_guessing", "model.path=some/model"])
     with pytest.raises(ConfigError, match=r"^--pairs: needs responses of one turn, got a run with data\.environment="):
         rollouts._print_pairs(game, run.layout, Query(), None)
 
 
-def test_audit_by_a_custom_scorer(
-    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_by_a_custom_scorer(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "my_own_scorer.py").write_text("def score(response, truth):\n    return float('+' in response)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, os.fspath(tmp_path)])
@@ -126,7 +109,7 @@ def test_audit_by_a_custom_scorer(
     assert "  response to another problem: " in capsys.readouterr().out
 
 
-def test_another_scorer_gets_ground_truths_without_scorer_names(run: SmallRun) -> None:
+def test_another_scorer_gets_ground_truths_without_scorer_names(run):
     """A row's own field of that name stays, and the run's own scorer reads it."""
     parts = "data.parts=[{data:{task:countdown}},{data:{task:gsm8k}}]"
     mixture = load_config(["data=mixture", "model.path=some/model", parts])
@@ -136,23 +119,8 @@ def test_another_scorer_gets_ground_truths_without_scorer_names(run: SmallRun) -
         assert rollouts.ground_truth_converter(config, scorer)(named) == named
 
 
-@pytest.mark.parametrize(
-    ("scorer", "error", "problem"),
-    [
-        ("", ConfigError, "^--scorer: must name a function as module:function, got ''"),
-        ("nope", ConfigError, "^--scorer: must name a function as module:function, got 'nope'"),
-        ("math:prod", DataError, r"must score any text, but failed on \d+ responses of the audit"),
-    ],
-)
-def test_an_unusable_scorer_is_reported(run: SmallRun, scorer: str, error: type[Exception], problem: str) -> None:
-    with pytest.raises(error, match=problem):
-        rollouts.audit([str(run.layout.run_dir)], scorer=scorer)
-
-
-def test_a_run_without_answers_says_why(run: SmallRun) -> None:
-    held = run.layout.answers.rename(run.layout.run_dir / "elsewhere")
-    try:
-        with pytest.raises(DataError, match="has no stored responses, either not yet"):
-            rollouts.audit([str(run.layout.run_dir)])
-    finally:
-        held.rename(run.layout.answers)
+def test_a_run_without_answers_says_why(run):
+    """This test is the last in the file, because it removes the responses."""
+    run.layout.answers.rename(run.layout.run_dir / "elsewhere")
+    with pytest.raises(DataError, match="has no stored responses, either not yet"):
+        rollouts.audit([str(run.layout.run_dir)])

@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
-from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,138 +18,37 @@ from flows.cli import exit_code
 from flows.commands.runs import logs, stop
 from flows.commands.stack import prometheus_text
 from flows.stack.state import FLOW_RUN_ID
-from flows.stages.outputs import write_report
-from flows.work.open_run import open_run, record_stop_request, with_absolute_paths
-from flows.work.runs import (
-    SAME_COMMAND,
-    STOP_FILE,
-    Outcome,
-    all_runs,
-    compare,
-    find_named_runs,
-    find_run,
-    resume_hint,
-    status_of,
-    sync,
-)
+from flows.work.open_run import with_absolute_paths
+from flows.work.runs import STOP_FILE, Outcome, all_runs, compare, find_run, resume_hint, status_of, sync
 from flows.work.slots import Slots
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.config.compose import load_config
-from rlcore.errors import DataError, RunInUseError, StopRequestedError
+from rlcore.errors import DataError, RunInUseError
 from rlcore.responses.query import Query, find_responses
 from rlcore.run.layout import RunLayout
-from rlcore.run.watchdog import append_failure, failure_from, read_failures
-from rlcore.storage.disk import PAUSED, RESUMED
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_holder
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
-from rlcore.tracking.lineage import Origin
-from tests.flows.conftest import REPOSITORY, Millrace, changed, ended, journal, wait_until
+from tests.flows.conftest import REPOSITORY, changed, ended, in_this_process, journal, wait_until
 from tests.helpers.reports import write_run
 
 
-@pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
-    """Return a run's folder as it is before its trainer begins."""
-    config = load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
-    layout = RunLayout.of(config)
-    layout.run_dir.mkdir(parents=True)
-    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
-    return layout
+def worked_on(layout: RunLayout) -> HeldLock:
+    return HeldLock(layout.run_dir / RUN_LOCK, what="the run")
 
 
 @pytest.mark.parametrize(
     ("uri", "kept"), [("sqlite:///x.db", "sqlite:///{}/x.db"), ("http://a:1", "http://a:1"), (None, None)]
 )
-def test_the_settings_of_a_run_name_the_same_store_everywhere(
-    layout: RunLayout, uri: str | None, kept: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_settings_of_a_run_name_the_same_store_everywhere(layout, uri, kept, monkeypatch):
     monkeypatch.chdir(layout.root)
     config = changed(load_config(["paths.root=."], experiment="debug"), "tracking", uri=uri)
     found = with_absolute_paths(config, layout)
     assert (found.paths.root, found.tracking.uri) == (str(layout.root), kept and kept.format(layout.root))
 
 
-def begin(layout: RunLayout, *finish: str) -> None:
-    """Write the files that a trainer leaves after three steps, with the given ends of the attempt."""
-    with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
-        attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
-        for step in (1, 2, 3):
-            journal.append_step(step, {"critic/score/mean": step / 10})
-        for status in finish:
-            attempts.add(End(status, time.time()))  # type: ignore[arg-type]
-
-
-@contextmanager
-def worked_on(layout: RunLayout) -> Iterator[None]:
-    with HeldLock(layout.run_dir / RUN_LOCK, what="the run"):
-        yield
-
-
-def test_the_state_of_an_idle_run(layout: RunLayout) -> None:
-    assert status_of(layout.run_dir).state == "not begun"
-    begin(layout)
-    found = status_of(layout.run_dir)
-    assert (found.state, found.step, found.total_steps, found.reward) == ("lost", 3, 50, 0.3)
-    begin(layout, "KILLED")
-    assert status_of(layout.run_dir).state == "stopped"
-    append_failure(layout.run_dir, failure_from(DataError("row 7: has no answer\nmore"), "gen", 3))
-    begin(layout, "FAILED")
-    found = status_of(layout.run_dir)
-    assert (found.state, found.note) == ("failed", "data in gen after step 3: row 7: has no answer")
-    begin(layout, "FINISHED")
-    found = status_of(layout.run_dir)
-    assert (found.state, found.note) == ("finished", "")
-    assert found.size_bytes == sum(path.stat().st_size for path in layout.run_dir.rglob("*") if path.is_file())
-
-
-def test_state_of_a_run_ended_before_its_first_step(layout: RunLayout) -> None:
-    config = load_config([f"paths.root={layout.root}", "trainer.total_steps=50"], experiment="debug")
-
-    def state_after(error: BaseException) -> tuple[str, str]:
-        with pytest.raises(type(error)), open_run(config):
-            raise error
-        found = status_of(layout.run_dir)
-        return found.state, found.note
-
-    assert state_after(DataError("suite sums: no rows")) == ("failed", "data after step 0: suite sums: no rows")
-    assert state_after(KeyboardInterrupt()) == ("stopped", SAME_COMMAND)
-    assert state_after(StopRequestedError("stopped while it waited")) == ("stopped", SAME_COMMAND)
-    assert state_after(OSError("disk")) == ("failed", "error after step 0: disk")
-    assert len(read_failures(layout.run_dir)) == 2
-    begin(layout, "FINISHED")
-    assert status_of(layout.run_dir).state == "finished"
-    with pytest.raises(DataError), open_run(config):
-        raise DataError("after the first step the trainer's own record counts")
-    assert len(read_failures(layout.run_dir)) == 2
-
-
-def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> None:
-    def failure_in_report() -> tuple[str, str, bool]:
-        files = write_report(layout)
-        failure = json.loads(files.html.with_suffix(".json").read_text())["failure"]
-        return failure, files.html.read_text().partition("<nav>")[0], files.cached
-
-    begin(layout)
-    append_failure(layout.run_dir, failure_from(DataError("row 7: has <no> answer\nmore"), "gen", 3))
-    assert failure_in_report()[0] == "lost: data in gen after step 3: row 7: has <no> answer"
-    begin(layout, "FAILED")
-    why = "failed: data in gen after step 3: row 7: has <no> answer"
-    failure, head, cached = failure_in_report()
-    assert (failure, cached) == (why, False)
-    assert escape(why) in head
-    assert failure_in_report() == (why, head, True)
-    with worked_on(layout):
-        assert failure_in_report()[0] == ""
-    assert failure_in_report()[0] == why
-    begin(layout, "FINISHED")
-    failure, head, _ = failure_in_report()
-    assert failure == ""
-    assert "failed" not in head
-
-
-def test_a_run_of_the_stack_resumes_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_the_stack_resumes_by_prefect(layout, capsys):
     """Prefect starts the process by its environment, so its command line does not name the flow run."""
     holding = (
         "import sys, time; from pathlib import Path; from rlcore.storage.locks import HeldLock\n"
@@ -162,44 +59,21 @@ def test_a_run_of_the_stack_resumes_by_prefect(layout: RunLayout, capsys: pytest
     with subprocess.Popen(words, env=os.environ | {FLOW_RUN_ID: "0b5c-7"}):
         wait_until(lambda: holder_of(lock) is not None and read_holder(lock) is not None, "the run is worked on")
         found = read_holder(lock)
-        assert found is not None
         lock.write_text(json.dumps(asdict(replace(found, command="/bin/python -m prefect.engine"))))
         stop([str(layout.run_dir)])
-    reported = capsys.readouterr().out.splitlines()[-1]
     how = resume_hint(layout.run_dir)
     assert "`prefect flow-run retry 0b5c-7`" in how
+    reported = capsys.readouterr().out.splitlines()[-1]
     assert reported == f"run {layout.run_dir.name}: stopped; it has no checkpoint yet; {how}"
     found = status_of(layout.run_dir)
     assert (found.state, found.note) == ("stopped", how)
-    begin(layout)
-    (layout.run_dir / STOP_FILE).unlink()
-    assert status_of(layout.run_dir).note == "its process has ended; " + how.replace("0b5c-7", "ID")
 
 
-def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
-    begin(layout)
-    with worked_on(layout):
-        assert status_of(layout.run_dir).state == "running"
-        with Journal(layout.journal) as journal:
-            journal.append_event(PAUSED, 3, {"text": "5 bytes are missing"})
-            found = status_of(layout.run_dir)
-            assert (found.state, found.note) == ("waiting", "5 bytes are missing")
-            journal.append_event(RESUMED, 3, {"text": "there is room"})
-        assert status_of(layout.run_dir).state == "running"
-        record_stop_request(layout.run_dir, Holder.me())
-        assert status_of(layout.run_dir).state == "stopping"
-    assert status_of(layout.run_dir).state == "lost"
-    stop([str(layout.run_dir)])  # the lock's file still names this process
-    assert "no process works on it" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("other", ["another birth", "another host"])
-def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, other: str) -> None:
+@pytest.mark.parametrize("other", [{"born": time.time() - 900}, {"host": "elsewhere"}], ids=str)
+def test_a_process_that_is_not_the_runs_is_never_signalled(layout, other):
     with subprocess.Popen(["sleep", "600"]) as stranger:
-        holder = replace(Holder.me(), pid=stranger.pid, born=time.time() - 900)
-        if other == "another host":
-            holder = replace(Holder.me(), pid=stranger.pid, host="elsewhere")
         with worked_on(layout):
+            holder = replace(Holder.me(), pid=stranger.pid, **other)
             (layout.run_dir / RUN_LOCK).write_text(json.dumps(asdict(holder)))
             with pytest.raises(RunInUseError, match="that process cannot be signalled from"):
                 stop([str(layout.run_dir)])
@@ -208,7 +82,7 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, ot
 
 
 @pytest.mark.parametrize("settings", ['{"settings": {"trainer": null}}', '{"settings": {"trainer": "none"}}', None])
-def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout, settings: str | None) -> None:
+def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout, settings):
     (layout.run_dir / STOP_FILE).write_text('{"time": "today"}')
     layout.run_json.unlink()
     if settings is not None:
@@ -217,33 +91,25 @@ def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout,
     assert (found.state, found.total_steps) == ("not begun", None)
 
 
-def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_log_and_a_run_without_one(layout, capsys):
+    def last_lines(number: int) -> list[str]:
+        logs([str(layout.run_dir)], num_lines=number)
+        return capsys.readouterr().out.splitlines()[1:]
+
     with pytest.raises(DataError, match="holds no trainer's log"):
-        logs([str(layout.run_dir)], num_lines=2)
+        last_lines(2)
     layout.logs.mkdir()
     for number in (9, 10):
         (layout.logs / f"trainer-{number}.log").write_text(f"{number}.1\n{number}.2\n{number}.3\ntorn")
-    logs([str(layout.run_dir)], num_lines=2)
-    assert capsys.readouterr().out.splitlines()[1:] == ["10.2", "10.3", "torn"]
-    for name in ("11a", "old"):  # somebody's own
-        (layout.logs / f"trainer-{name}.log").touch()
-    (layout.logs / "trainer-12.log").mkdir()
-    logs([str(layout.run_dir)], num_lines=1)
-    assert capsys.readouterr().out.splitlines()[1:] == ["10.3", "torn"]
-    (layout.logs / "trainer-13.log").write_text("\x1b[36m(rank 0)\x1b[0m wrote a\x1b]0;title\x07b\n")
-    logs([str(layout.run_dir)], num_lines=1)
-    assert capsys.readouterr().out.splitlines()[1:] == [r"(rank 0) wrote a\x1b]0;title\x07b"], (
-        "a terminal obeys nothing"
-    )
-    with (layout.logs / "trainer-13.log").open("ab") as file:
-        file.write(b"x" * (2 * MAX_READ_BYTES) + b"\nthe end\n")
-    logs([str(layout.run_dir)], num_lines=1)
-    assert capsys.readouterr().out.splitlines()[1:] == ["the end"]
+    assert last_lines(2) == ["10.2", "10.3", "torn"]
+    last = layout.logs / "trainer-13.log"
+    last.write_text("\x1b[36m(rank 0)\x1b[0m wrote a\x1b]0;title\x07b\n")
+    assert last_lines(1) == [r"(rank 0) wrote a\x1b]0;title\x07b"], "a terminal obeys nothing"
+    last.write_bytes(b"x" * (2 * MAX_READ_BYTES) + b"\nthe end\n")
+    assert last_lines(1) == ["the end"]
 
 
-def test_following_shows_all_lines_of_all_trainers(
-    layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_shows_all_lines_of_all_trainers(layout, capsys, monkeypatch):
     first, second = (layout.logs / f"trainer-{number}.log" for number in (1, 2))
     layout.logs.mkdir()
     first.write_text("begun\n")
@@ -266,9 +132,7 @@ def test_following_shows_all_lines_of_all_trainers(
     assert said == [f"{first}:", "begun", *last, f"{second}:", "again", *last]
 
 
-def test_an_interrupt_ends_following_without_a_word(
-    layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_following_without_a_word(layout, capsys, monkeypatch):
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -280,7 +144,7 @@ def test_an_interrupt_ends_following_without_a_word(
     assert capsys.readouterr() == (f"{layout.logs}/trainer-1.log:\na line\n", "")
 
 
-def test_what_may_not_be_read_is_not_taken_for_absent(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_not_be_read_is_not_taken_for_absent(layout, monkeypatch):
     def refuse(path: Path, *flags: int) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
@@ -295,19 +159,12 @@ def test_what_may_not_be_read_is_not_taken_for_absent(layout: RunLayout, monkeyp
             look()
 
 
-def test_a_root_without_runs_is_reported(bare: Millrace) -> None:
-    assert bare("runs", f"--root={bare.root}").err == f"{bare.root / 'runs'}: no run; --root names another root\n"
+def test_a_root_without_runs_is_reported(tmp_path, capsys):
+    done = in_this_process(capsys, "runs", f"--root={tmp_path}")
+    assert done.err == f"{tmp_path / 'runs'}: no run; --root names another root\n"
 
 
-def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
-    for number in range(10):
-        (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
-        (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
-    with pytest.raises(DataError, match=r"has: run-0, .*, run-7 and 2 more \(millrace runs lists them\)\."):
-        find_named_runs(["other"], tmp_path)
-
-
-def test_a_comparison_is_written_without_mlflow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_comparison_is_written_without_mlflow(tmp_path, caplog):
     """MLflow has the runs in a store that is absent, or of a kind that is not installed."""
     there, here = (tmp_path / name for name in ("there", "here"))
     folders = [there / "runs" / name for name in ("one", "two")]
@@ -332,8 +189,10 @@ def test_a_comparison_is_written_without_mlflow(tmp_path: Path, caplog: pytest.L
     assert "The comparison is not uploaded to MLflow: tracking.uri oddsql://host/runs: " in caplog.text
 
 
-def test_a_run_that_cannot_be_delivered_is_reported(layout: RunLayout) -> None:
-    begin(layout)
+def test_a_run_that_cannot_be_delivered_is_reported(layout):
+    with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
+        attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
+        journal.append_step(1, {"a": 1.0})
     name, away, lock = layout.run_dir.name, "oddsql://host/runs", delivery_lock(layout.run_dir)
     with lock:
         assert sync(layout.run_dir, away) == Outcome(name, "is being delivered by another process", ok=True)
@@ -349,7 +208,7 @@ def test_a_run_that_cannot_be_delivered_is_reported(layout: RunLayout) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_listed_measured_followed_and_stopped(bare: Millrace) -> None:
+def test_a_run_is_listed_measured_followed_and_stopped(bare):
     small = ("warm_start.enabled=false", "tracking.enabled=false")
     Slots(bare.root).set_devices(["", ""])
     training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", *small, spawned=True)
@@ -399,7 +258,7 @@ except RunInUseError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is needed")
-def test_a_refused_stop_is_not_recorded() -> None:
+def test_a_refused_stop_is_not_recorded():
     with TemporaryDirectory() as folder:  # tests' own folders are for one user
         run_dir = Path(folder) / "runs" / "theirs"
         write_run(run_dir, experiment="debug", overrides=(f"paths.root={folder}",), num_steps=2, num_problems=20)

@@ -35,7 +35,7 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE
 from rlcore.tracking.connection import explain_error, mlflow_name
 from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import RunJournal, read_journal
-from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.mlflow_store import MlflowStore, compare_url
 from rlcore.tracking.models import models_of
 from tests.flows.conftest import SMALL, WAIT_S, Finished, Millrace, Reference, basic, changed, start
 from tests.helpers.attempts import Attempt
@@ -99,9 +99,8 @@ def synced(root: Path) -> Path:
     return root
 
 
-def test_sync_delivers_each_value_once_however_often(synced: Path) -> None:
-    again = millrace(synced, "sync", "second")
-    assert "nothing was missing; the run is FINISHED" in again.out
+def test_sync_delivers_each_value_once_however_often(synced):
+    assert "nothing was missing; the run is FINISHED" in millrace(synced, "sync", "second").out
     run, client = run_of(synced, SECOND), client_of(synced)
     records = read_journal(synced / "runs" / SECOND / "metrics.jsonl")
     for name in ("critic/score/mean", "val-core/countdown/reward/mean_at_2"):
@@ -111,7 +110,7 @@ def test_sync_delivers_each_value_once_however_often(synced: Path) -> None:
     assert run.info.status == "FINISHED"
 
 
-def test_a_moved_run_is_delivered_to_its_new_root(tmp_path: Path) -> None:
+def test_a_moved_run_is_delivered_to_its_new_root(tmp_path):
     node, here = tmp_path / "node", tmp_path / "here"
     write_finished(node / "runs" / SECOND, f"paths.root={node}", "tracking.enabled=false")
     node.rename(here)
@@ -128,23 +127,21 @@ def test_a_moved_run_is_delivered_to_its_new_root(tmp_path: Path) -> None:
     assert "DatabaseError" in str(sync(here / "runs" / SECOND, None))
 
 
-def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: Reference) -> None:
+def test_a_comparison_has_the_numbers_that_mlflow_has(synced, reference):
     first, second = reference.run_dir.name, SECOND
     tags = {"millrace.run_id": "warm-start-0a1b", "seed": "2", "stage": "warm-start"}
     MlflowStore(TrackingConfig(), synced).create_run("a warm start is none to compare", tags, start_time_s=0.0)
     done = millrace(synced, "compare", first, "--search", "tags.seed = '2'")
     assert done.code == 0, done.err
     assert done.out.startswith(f"2 runs: {first}, {second}\n")
-    written = re.search(r"JSON +(\S+)", done.out)
-    assert written is not None
-    table = json.loads(Path(written[1]).read_text())["tables"]["metrics"]
+    written, *_ = re.findall(r"JSON +(\S+)", done.out)
+    table = json.loads(Path(written).read_text())["tables"]["metrics"]
     runs = {run_id: run_of(synced, run_id) for run_id in (first, second)}
     for place, run in enumerate(runs.values(), start=1):
         shown = {mlflow_name(row[0]): row[place] for row in table["rows"] if row[place] is not None}
         assert shown == run.data.metrics
-    page = re.search(r"MLflow +(\S+)", done.out)
-    assert page is not None
-    assert all(run.info.run_id in page[1] for run in runs.values())
+    page = re.findall(r"MLflow +(\S+)", done.out)[0]
+    assert all(run.info.run_id in page for run in runs.values())
     (port,) = re.findall(rf"millrace ui --root {synced} --port ([0-9]+)\n", done.out)  # no server has that page yet
     assert done.out.count(f"http://127.0.0.1:{port}/#/") == 2
     assert re.search(rf"Table +http://127.0.0.1:{port}/\S+/runs\?\S+&viewStateShareKey=millrace\n", done.out)
@@ -154,22 +151,15 @@ def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: R
         assert names == {"comparison.html", "comparison.json"}
 
 
-def test_names_and_searches_without_a_match_are_reported(synced: Path) -> None:
-    unknown = millrace(synced, "compare", "absent", SECOND)
-    assert unknown.code == 2
-    assert "absent: is neither the folder nor the id of a run" in unknown.err
-    assert SECOND in unknown.err
-    wrong = millrace(synced, "compare", "--search", "nonsense ~ 3")
-    assert wrong.code == 1
-    assert "MLflow rejects it" in wrong.err
-    assert 'Example: "params' in wrong.err
-
-
-def test_a_root_without_a_store_is_reported_and_left_empty(tmp_path: Path) -> None:
-    ui, compare = (millrace(tmp_path / "typo", *line.split()) for line in ("ui", "compare --search x"))
-    assert (ui.code, compare.code) == (2, 1)
-    assert "holds no MLflow store" in ui.err
-    assert "there is no MLflow store" in compare.err
+def test_wrong_searches_and_roots_are_reported(synced, tmp_path):
+    for root, words, code, said in (
+        (synced, ["compare", "absent", SECOND], 2, "absent: is neither the folder nor the id of a run"),
+        (synced, ["compare", "--search", "nonsense ~ 3"], 1, 'MLflow rejects it.*Example: "params'),
+        (tmp_path / "typo", ["ui"], 2, "holds no MLflow store"),
+        (tmp_path / "typo", ["compare", "--search", "x"], 1, "there is no MLflow store"),
+    ):
+        done = millrace(root, *words)
+        assert (done.code, bool(re.search(said, done.err, re.DOTALL))) == (code, True), done
     assert not (tmp_path / "typo").exists()
 
 
@@ -188,14 +178,11 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
         wait_until_ready(server)
         yield root, MlflowClient(server.url, server.url)
     finally:
-        process = server.process()
-        if process is not None:
+        if (process := server.process()) is not None:
             stop_server(process)
 
 
-def test_sync_uses_the_stacks_own_database(
-    own_store: tuple[Path, MlflowClient], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_uses_the_stacks_own_database(own_store, monkeypatch):
     root, client = own_store
     write_finished(root / "runs" / SECOND, "trainer.total_steps=2", f"paths.root={root}")
     assert "bytes of the journal delivered; the run is FINISHED" in millrace(root, "sync").out
@@ -210,7 +197,6 @@ def test_sync_uses_the_stacks_own_database(
         client.search_experiments()
     assert "stack-secret" in explain_error(refused.value, client.tracking_uri)
     assert not (root / "mlflow.db").exists(), "something looked into the file that this root does not have"
-
     for attempt in (
         Attempt("GET", "/", status=401),
         Attempt("PUT", "/api/2.0/mlflow-artifacts/artifacts/x", status=401),
@@ -221,14 +207,13 @@ def test_sync_uses_the_stacks_own_database(
         attempt.try_at(client.tracking_uri)
 
 
-def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stacks_login_goes_to_no_other_server(tmp_path, monkeypatch):
     heard: list[tuple[str, str | None]] = []
 
     class Refusing(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            host = self.headers["Host"]
-            if (host, self.headers["Authorization"]) not in heard:
-                heard.append((host, self.headers["Authorization"]))
+            if (asked := (self.headers["Host"], self.headers["Authorization"])) not in heard:
+                heard.append(asked)
             self.send_error(404)
 
     monkeypatch.setattr(state, "_user_login", {})  # of other tests of this process
@@ -256,9 +241,7 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
     assert heard == [(first, own), (second, own), (first, ours)]
 
 
-def test_best_weights_reach_their_score_in_another_process(
-    reference: Reference, tmp_path: Path, artifacts_root: Path
-) -> None:
+def test_best_weights_reach_their_score_in_another_process(reference, tmp_path, artifacts_root):
     store = MlflowStore(TrackingConfig(), reference.millrace.root)
     run_id = run_of(reference.millrace.root, reference.run_dir.name).info.run_id
     (model,) = [each for each in models_of(store.client, store.experiment_id, run_id) if "best" in each.tags]
@@ -272,17 +255,10 @@ def test_best_weights_reach_their_score_in_another_process(
     logged = {record.step: record.metrics for record in read_journal(reference.run_dir / "metrics.jsonl")}
     scores = {name: value for name, value in logged[step].items() if name.startswith(("val/", "val-core/"))}
     assert dict(again) == scores
-    assert {mlflow_name(name): value for name, value in scores.items()} == {
-        metric.key: metric.value for metric in model.metrics or []
-    }
-    assert scores["val-core/countdown/reward/mean_at_2"] == max(
-        metrics["val-core/countdown/reward/mean_at_2"]
-        for at, metrics in logged.items()
-        if at and "val-core/countdown/reward/mean_at_2" in metrics
-    )
-
-
-# ------------------------------------------------------------------ MLflow's pages
+    linked = {metric.key: metric.value for metric in model.metrics or []}
+    assert {mlflow_name(name): value for name, value in scores.items()} == linked
+    reward = "val-core/countdown/reward/mean_at_2"
+    assert scores[reward] == max(metrics[reward] for at, metrics in logged.items() if at and reward in metrics)
 
 
 def wait_for(tab: Tab, *texts: str) -> str:
@@ -304,11 +280,10 @@ HEADERS = """[...document.querySelectorAll('.ag-header-viewport .ag-header-cell'
 
 
 @pytest.mark.program("chromium")
-def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: Reference, tmp_path: Path) -> None:
+def test_mlflows_pages_show_the_run_and_the_comparison(synced, reference, tmp_path):
     first, second = run_of(synced, reference.run_dir.name), run_of(synced, SECOND)
     server = start([sys.executable, "-m", "flows.cli", "ui", "--root", str(synced)], without_login())
     try:
-        assert server.stdout is not None
         lines = iter(server.stdout.readline, "")  # it may say first that its usual port is taken
         reported = next((found for line in lines if (found := re.search(r"(http://127\.0\.0\.1:\d+)\S*", line))), None)
         assert reported is not None, server.communicate(timeout=WAIT_S)
@@ -325,20 +300,14 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
             wait_for(tab, "responses.json", "prompt", "response")
             run_page = f"{reported[1]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"
             tab.call("Page.navigate", url=run_page)
-            overview = wait_for(
-                tab, "Description", "Metrics (", "Parameters (", "Datasets", "Models", "Held-out reward"
-            )
-            assert f"Parameters ({len(first.data.params)})" in overview
-            assert f"Metrics ({len(first.data.metrics)})" in overview
-            assert "countdown (" in overview
+            counted = (f"Parameters ({len(first.data.params)})", f"Metrics ({len(first.data.metrics)})", "countdown (")
+            wait_for(tab, "Description", *counted, "Datasets", "Models", "Held-out reward")
             wait_for(tab, "weights-000060", "step-000060")
             tab.call("Page.navigate", url=f"{run_page}/model-metrics")
             wait_for(tab, "actor", "grad_norm", "Step")
             tab.call("Page.navigate", url=f"{run_page}/artifacts")
             wait_for(tab, "report", "validation", "lineage", "config")
             store = MlflowStore(TrackingConfig(), synced)
-            from rlcore.tracking.mlflow_store import compare_url
-
             tab.call("Page.navigate", url=compare_url(store, [first.info.run_id, second.info.run_id], reported[1]))
             norms = [f"{round(run.data.metrics['actor/grad_norm'], 3):g}" for run in (first, second)]
             wait_for(tab, "Comparing 2 Runs", "actor/grad_norm", "trainer.total_steps", *norms)

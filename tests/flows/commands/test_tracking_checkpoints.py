@@ -32,17 +32,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     return made
 
 
-def test_the_list_for_people_and_for_machines(run: SmallRun, bare: Millrace) -> None:
+def test_the_list_for_people_and_for_machines(run, bare):
     folder = str(run.layout.run_dir)
-    shown = bare("checkpoints", folder)
-    assert shown.code == 0, shown.err
-    assert "last" in shown.out
-    assert "best" in shown.out
+    shown = bare("checkpoints", folder, code=0)
+    assert ("last" in shown.out, "best" in shown.out) == (True, True)
     root = run.config.paths.root
     for words in ((folder,), (run.layout.run_dir.name, "--root", root), ("experiment=debug", *OVERRIDES)):
-        done = Millrace(Path(root), {})("checkpoints", *words, "--verify", "--json")
-        assert done.code == 0, done.err
-        listed = json.loads(done.out)
+        listed = json.loads(Millrace(Path(root), {})("checkpoints", *words, "--verify", "--json", code=0).out)
         assert listed["run_id"] == run.layout.run_dir.name
         assert [one["step"] for one in listed["checkpoints"]] == [1, 2, 3, 4]
         assert {one["verdict"] for one in listed["checkpoints"]} == {"verified"}
@@ -50,23 +46,21 @@ def test_the_list_for_people_and_for_machines(run: SmallRun, bare: Millrace) -> 
         assert listed["checkpoints"][1]["metrics"]["critic/score/mean"] >= 0
 
 
-def test_a_fork_has_the_weights_and_its_own_settings(run: SmallRun, tmp_path: Path) -> None:
+def test_a_fork_has_the_weights_and_its_own_settings(run, tmp_path):
     folder = str(run.layout.run_dir)
     given = ["experiment=debug", "optim.lr=1e-4", "tracking.enabled=false"]
-    before = sorted(Path(run.config.paths.root).rglob("*"))
-    dry = Millrace(Path(run.config.paths.root), {})("train", *given, "--fork", folder, "--dry-run", "--json")
-    assert dry.code == 0, dry.err
+    before, words = sorted(Path(run.config.paths.root).rglob("*")), (*given, "--fork", folder, "--dry-run", "--json")
+    dry = Millrace(Path(run.config.paths.root), {})("train", *words, code=0)
     assert sorted(Path(run.config.paths.root).rglob("*")) == before, "a dry run writes nothing"
     settings = list(compose_fork(given, f"{folder}@4").overrides)
     assert settings == list(compose_fork(given, folder).overrides), "the same checkpoint is exported once"
-    again = Millrace(Path(run.config.paths.root), {})("train", *given, "--fork", folder, "--dry-run", "--json")
+    again = Millrace(Path(run.config.paths.root), {})("train", *words)
     planned, there = (json.loads(done.out) for done in (dry, again))
     for plan in (planned, there):
         plan["disk"] = plan["disk"]["checkpoint_bytes"]  # what is free differs from moment to moment
     assert planned == there
     config = load_config(settings)
     assert config.tags["forked_from"] == f"{run.layout.run_dir.name}@step-000004"
-    assert config.model.path is not None
     start, known = (
         load_file(folder / "model.safetensors") for folder in (Path(config.model.path), run.layout.exported_model)
     )
@@ -84,9 +78,7 @@ def test_a_fork_has_the_weights_and_its_own_settings(run: SmallRun, tmp_path: Pa
         compose_fork(given, "absent")
 
 
-def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
-    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(run, tmp_path, monkeypatch):
     cache_of(run.model_directory, tmp_path / "hf")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     root = tmp_path / "root"
@@ -104,7 +96,6 @@ def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
     given = ["experiment=debug", "tracking.enabled=false", f"paths.root={root}"]
     start = compose_fork(given, f"{folder}@start").config.model.path
     planned = compose_fork(given, str(folder), dry_run=True).planning_config
-    assert planned is not None
     assert start == planned.model.path == HUB_ID
     evaluated = evaluation_settings(f"{folder}@start", ["countdown"], [], None)
     assert evaluated.model.path == HUB_ID
@@ -116,24 +107,19 @@ def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
         compose_fork(given, f"{folder}@start")
 
 
-def test_broken_ones_are_named_and_the_rest_is_pruned(run: SmallRun, bare: Millrace) -> None:
+def test_broken_ones_are_named_and_the_rest_is_pruned(run, bare):
     """This test is the last in the file, because it damages the run."""
     folder = str(run.layout.run_dir)
     record = json.loads(run.layout.run_json.read_text())
     settings = record["settings"]
-    settings["checkpoint"]["keep_last"] = 1
-    settings["checkpoint"]["keep_best"] = 0
+    settings["checkpoint"] |= {"keep_last": 1, "keep_best": 0}
     run.layout.run_json.write_text(json.dumps(record))
     flip(next((run.layout.checkpoints / "step-000002" / "policy").glob("*.safetensors")), 500)
-    done = bare("checkpoints", folder, "--verify")
-    assert done.code == 1
+    done = bare("checkpoints", folder, "--verify", code=1)
     assert "1 of 4 checkpoints are broken" in done.err
     assert "step-000002/policy/rank-00000-of-00001-0000.safetensors: hash must be" in done.err
     with RunLock(run.layout.run_dir):
-        refused = bare("checkpoints", folder, "--prune")
-        assert refused.code == 1
-        assert "is in use by process" in refused.err
-    pruned = bare("checkpoints", folder, "--prune", "--json")
-    assert pruned.code == 0, pruned.err
+        assert "is in use by process" in bare("checkpoints", folder, "--prune", code=1).err
+    pruned = bare("checkpoints", folder, "--prune", "--json", code=0)
     assert json.loads(pruned.out)["deleted"] == ["step-000001", "step-000002", "step-000003"]
     assert bare("checkpoints", "absent").code == 2

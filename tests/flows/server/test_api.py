@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 
 import psutil
 import pytest
@@ -29,7 +28,7 @@ time.sleep(600)
 """
 
 
-def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
+def test_a_killed_command_leaves_no_server(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment["PYTHONPATH"] = str(REPOSITORY)
     root = tmp_path / "why? 50%41 #1"
@@ -38,7 +37,6 @@ def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-P", "-c", STARTER, str(root)], cwd=root, stdout=subprocess.PIPE, text=True, env=environment
     ) as starter:
-        assert starter.stdout is not None
         url = starter.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:")
         (server,) = psutil.Process(starter.pid).children()
@@ -52,7 +50,7 @@ def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
 def stranger() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            answer = ANSWERS.get((self.path.split("/")[1], self.path.partition("/api/")[2]))
+            answer = OTHERS.get((self.path.split("/")[1], self.path.partition("/api/")[2]))
             self.send_response(404 if answer is None else 200)
             self.end_headers()
             self.wfile.write(answer or b"")
@@ -61,23 +59,18 @@ def stranger() -> Iterator[str]:
         yield server
 
 
-ANSWERS = {
-    ("old", "health"): b"true",
-    ("old", "admin/version"): b'"2.20.1"',
-    ("other", "health"): b"<html>hello</html>",
-}  # responses of an old Prefect, and of something else
+OTHERS = {("old", "health"): b"true", ("old", "admin/version"): b'"2.20.1"', ("other", "health"): b"<html>hello</html>"}
+"""Responses of an old Prefect, and of something else."""
 
 
-def test_a_server_absent_or_of_another_version_or_kind_is_refused(stranger: str, artifacts_root: Path) -> None:
+def test_a_server_absent_or_of_another_version_or_kind_is_refused(stranger, artifacts_root):
     for url, words in (
         (f"{stranger}/old/api/", "is Prefect 2.20.1, and 3."),
         (f"{stranger}/other/api/", "something else than a Prefect server answers"),
         ("http://127.0.0.1:9/api", "no Prefect server answers at http://127.0.0.1:9/api"),
     ):
-        command = Millrace(artifacts_root, {"PREFECT_API_URL": url})
-        done = command("run", "experiment=debug")
-        assert done.code == 1
+        done = Millrace(artifacts_root, {"PREFECT_API_URL": url})("run", "experiment=debug", code=1)
         assert "PREFECT_API_URL: " in done.err
-        assert words in done.err, done.err
+        assert words in done.err
         assert "Traceback" not in done.err
         assert list(artifacts_root.iterdir()) == []

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from importlib.metadata import version
@@ -18,25 +18,16 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_PROFILES_PATH, temporary_settings
 
-from flows.server.api import LocalServer
+from flows.stack import state
 from flows.stack.control import down, keep_profile, remove_profile, service_states, status, up
 from flows.stack.services import is_ready, kill, start_mlflow, stop_flows, stop_server
-from flows.stack.state import (
-    PREFECT_DATABASE,
-    Service,
-    StackState,
-    default_mlflow_database,
-    read_stack,
-    stack_tracking_uri,
-    write_stack,
-)
+from flows.stack.state import Service, StackState, read_stack, write_stack
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import start_time_of
 from tests.helpers.serving import serving
 from tests.helpers.stack import prefect_home
 
 WAITING = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
-REVISION_OF_A_NEWER_PREFECT = "ffffffffffff"
 
 
 def service(name: str, pid: int | None = None, port: int = 1, url: str = "http://here") -> Service:
@@ -53,25 +44,22 @@ def busy_port() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-# ---------------------------------------------------------------------- the record
-
-
 @pytest.mark.parametrize("text", ['{"services": "x"}', '{"format_version": 1}', "{"])
-def test_another_record_is_refused_with_its_remedy(tmp_path: Path, text: str) -> None:
+def test_another_record_is_refused_with_its_remedy(tmp_path, text):
     (tmp_path / "stack.json").write_text(text)
     with pytest.raises(MillraceError, match=r"stack\.json: is no record of a stack of this Millrace .*millrace down"):
         read_stack(tmp_path)
 
 
-def test_a_copied_or_moved_root_has_no_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copied_or_moved_root_has_no_stack(tmp_path, capsys):
     root, copy, moved = (tmp_path / name for name in ("root", "copy", "moved"))
     root.mkdir()
     with subprocess.Popen(WAITING, stdin=subprocess.PIPE) as server:
         mlflow = service("mlflow", server.pid)
-        write_stack(root, StackState(mlflow_database=default_mlflow_database(root), services=(mlflow,)))
+        write_stack(root, StackState(mlflow_database=state.default_mlflow_database(root), services=(mlflow,)))
         shutil.copytree(root, copy)
         assert [one for one, _ in service_states(root)] == [mlflow]
-        assert (service_states(copy), stack_tracking_uri(copy)) == ([], None)
+        assert (service_states(copy), state.stack_tracking_uri(copy)) == ([], None)
         down(copy)
         assert "nothing is up under" in capsys.readouterr().out
         assert server.poll() is None
@@ -80,26 +68,21 @@ def test_a_copied_or_moved_root_has_no_stack(tmp_path: Path, capsys: pytest.Capt
         down(link)
         assert server.wait() is not None
     root.rename(moved)
-    assert (service_states(moved), stack_tracking_uri(moved)) == ([], None)
+    assert (service_states(moved), state.stack_tracking_uri(moved)) == ([], None)
 
 
-def test_status_has_rows_and_in_a_terminal_the_line_for_a_new_shell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_has_rows_and_in_a_terminal_the_line_for_a_new_shell(tmp_path, capsys, monkeypatch):
+    def show_status() -> list[str]:
+        with pytest.raises(SystemExit):
+            status(tmp_path)
+        return capsys.readouterr().out.splitlines()
+
     write_stack(tmp_path, StackState(services=(service("prefect"),)))
-    with pytest.raises(SystemExit):
-        status(tmp_path)
-    (row,) = capsys.readouterr().out.splitlines()
+    (row,) = show_status()
     assert row.split("\t")[:3] == ["prefect", "does not answer", "http://here"]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with pytest.raises(SystemExit):
-        status(tmp_path)
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        f'export PREFECT_API_URL=http://here/api PREFECT_API_AUTH_STRING="$(cat {tmp_path.resolve()}/stack-secret)"'
-    )
-
-
-# ---------------------------------------------------------------------- up
+    login = f'"$(cat {tmp_path.resolve()}/stack-secret)"'
+    assert show_status()[-1] == f"export PREFECT_API_URL=http://here/api PREFECT_API_AUTH_STRING={login}"
 
 
 @pytest.mark.parametrize(
@@ -109,30 +92,29 @@ def test_status_has_rows_and_in_a_terminal_the_line_for_a_new_shell(
         (version("mlflow"), 5001, "--mlflow-port 5001: mlflow is up already at http://here"),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused(tmp_path: Path, recorded: str, port: int | None, reported: str) -> None:
+def test_a_server_that_does_not_fit_is_refused(tmp_path, recorded, port, reported):
     write_stack(tmp_path, StackState(services=(replace(service("mlflow"), version=recorded),)))
     with pytest.raises(MillraceError, match=reported):
         up(tmp_path, mlflow_port=port)
 
 
 @pytest.mark.parametrize("name", ["prefect", "mlflow"])
-def test_a_requested_port_in_use_is_refused_before_a_start(tmp_path: Path, busy_port: int, name: str) -> None:
+def test_a_requested_port_in_use_is_refused_before_a_start(tmp_path, busy_port, name):
     with pytest.raises(MillraceError, match=rf"--{name}-port: port {busy_port} is in use"):
         up(tmp_path, **{f"{name}_port": busy_port})
     assert service_states(tmp_path) == []
 
 
-def test_a_recorded_port_in_use_is_replaced(tmp_path: Path, busy_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_port_in_use_is_replaced(tmp_path, busy_port, capsys):
     gone = replace(service("mlflow", port=busy_port), born=1.0)
     started = start_mlflow(tmp_path, None, StackState(services=(gone,)))
     process = started.process()
-    assert process is not None
     kill([process, *process.children(recursive=True)])
     assert started.port != busy_port
     assert f"port {busy_port} is in use" in capsys.readouterr().out
 
 
-def test_another_process_at_its_port_is_not_the_service() -> None:
+def test_another_process_at_its_port_is_not_the_service():
     """Another user may listen first, and must not receive our login."""
 
     class Page(BaseHTTPRequestHandler):
@@ -147,46 +129,39 @@ def test_another_process_at_its_port_is_not_the_service() -> None:
 
 
 @pytest.mark.prefect
-def test_an_up_that_fails_takes_down_what_it_has_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_up_that_fails_takes_down_what_it_has_started(tmp_path, capsys):
     prefect_home(tmp_path / "prefect")
     (tmp_path / "mlflow.db").mkdir()
     with pytest.raises(MillraceError, match="must be a file of sqlite"):
         up(tmp_path)
-    said = capsys.readouterr().out.splitlines()
-    assert [text.split()[0] for text in said if text.endswith("has ended")] == ["prefect"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("has ended")] == [
+        "prefect"
+    ]
     assert {state for _, state in service_states(tmp_path)} == {"gone"}
 
 
 @pytest.mark.prefect
-def test_an_unusable_database_is_reported_without_its_password(
-    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_database_is_reported_without_its_password(tmp_path, empty_store, monkeypatch):
     (tmp_path / "prefect").mkdir()
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as database:
         database.execute("create table alembic_version (version_num varchar(32) not null)")
-        database.execute("insert into alembic_version values (?)", (REVISION_OF_A_NEWER_PREFECT,))
+        database.execute("insert into alembic_version values ('ffffffffffff')")  # of a newer Prefect
         database.commit()
     with pytest.raises(MillraceError, match=r"(?s)has ended instead of starting.*written by a newer version"):
         up(tmp_path)
-    monkeypatch.setenv(PREFECT_DATABASE, "postgresql+asyncpg://me:s3cret@127.0.0.1:9/prefect")
+    monkeypatch.setenv(state.PREFECT_DATABASE, "postgresql+asyncpg://me:s3cret@127.0.0.1:9/prefect")
     with pytest.raises(MillraceError, match=r"(?s)has ended instead of starting.*database does not answer") as caught:
         up(tmp_path)
     assert "s3cret" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------- down
+def test_down_ends_flow_runs_of_killed_workers_of_its_root(tmp_path, capsys):
+    def flow_run(root: Path) -> "subprocess.Popen[bytes]":
+        home = {"PREFECT_HOME": str(root / "prefect")}
+        return subprocess.Popen([*WAITING, "-m", "prefect.engine"], stdin=subprocess.PIPE, env=os.environ | home)
 
-
-def test_down_ends_flow_runs_of_killed_workers_of_its_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [sys.executable, "-c", "import sys; sys.stdin.read()", "-m", "prefect.engine"]
-    with ExitStack() as ends:
-        ours, other = (
-            ends.enter_context(
-                subprocess.Popen(words, stdin=subprocess.PIPE, env=os.environ | {"PREFECT_HOME": str(root / "prefect")})
-            )
-            for root in (tmp_path, tmp_path / "other")
-        )
+    with flow_run(tmp_path) as ours, flow_run(tmp_path / "other") as other:
         down(tmp_path)
         assert capsys.readouterr().out == f"a flow run (process {ours.pid}) has ended\n"
         assert not psutil.pid_exists(ours.pid)
@@ -195,16 +170,13 @@ def test_down_ends_flow_runs_of_killed_workers_of_its_root(tmp_path: Path, capsy
         assert "nothing is up under" in capsys.readouterr().out
 
 
-def test_stopping_an_ended_process_is_allowed() -> None:
+def test_stopping_an_ended_process_is_allowed():
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process = psutil.Process(ended.pid)
     ended.wait()
     stop_server(process)
     stop_flows([process])
     kill([process])
-
-
-# ---------------------------------------------------------------------- the profile in a user's Prefect settings
 
 
 OURS, GONE = "http://127.0.0.1:1/api", "http://127.0.0.1:2/api"
@@ -218,52 +190,46 @@ def profiles(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def seen_by_prefect(profiles: Path) -> list[str]:
-    script = "from prefect.settings import get_current_settings as now; print(now().api.url, now().api.auth_string)"
-    environment = {"PREFECT_PROFILES_PATH": str(profiles)}
-    found = subprocess.check_output([sys.executable, "-c", script], env=environment, cwd=profiles.parent, text=True)
-    return found.replace("**********", "secret").split()
-
-
 def address_in(profiles: Path) -> str:
     """Return the address of the active profile."""
     found = tomllib.loads(profiles.read_text())
     return found["profiles"][found["active"]]["PREFECT_API_URL"]
 
 
-def test_the_profile_is_used_in_a_new_shell_until_it_is_removed(profiles: Path) -> None:
-    is_used, line = keep_profile(OURS, LOGIN)
-    assert is_used
-    assert line == f"millrace in {profiles}, which Prefect's commands use in every new shell"
+def test_the_profile_is_used_in_a_new_shell_until_it_is_removed(profiles):
+    def seen_by_prefect() -> list[str]:
+        script = "from prefect.settings import get_current_settings as now; print(now().api.url, now().api.auth_string)"
+        environment = {"PREFECT_PROFILES_PATH": str(profiles)}
+        found = subprocess.check_output([sys.executable, "-c", script], env=environment, cwd=profiles.parent, text=True)
+        return found.replace("**********", "secret").split()
+
+    line = f"millrace in {profiles}, which Prefect's commands use in every new shell"
+    assert keep_profile(OURS, LOGIN) == (True, line)
     assert profiles.stat().st_mode & 0o777 == 0o600
-    assert seen_by_prefect(profiles) == [OURS, "secret"]
+    assert seen_by_prefect() == [OURS, "secret"]
     assert remove_profile(GONE) == "", "the profile of another stack"
     assert "is removed" in remove_profile(OURS)
     assert remove_profile(OURS) == ""
-    assert seen_by_prefect(profiles) == ["None", "None"]
+    assert seen_by_prefect() == ["None", "None"]
     assert LOGIN not in profiles.read_text()
 
 
-def test_the_profile_of_an_ended_stack_is_replaced_and_of_a_running_one_kept(
-    profiles: Path, prefect_server: LocalServer
-) -> None:
+def test_the_profile_of_an_ended_stack_is_replaced_and_of_a_running_one_kept(profiles, prefect_server):
     keep_profile(GONE, "millrace:old")
     keep_profile(prefect_server.url, LOGIN)
     assert address_in(profiles) == prefect_server.url
     before = profiles.read_bytes()
-    is_used, line = keep_profile(OURS, "millrace:new")
-    assert not is_used
-    assert line == f"millrace in {profiles} stays the one of the running stack at {prefect_server.url}"
+    line = f"millrace in {profiles} stays the one of the running stack at {prefect_server.url}"
+    assert keep_profile(OURS, "millrace:new") == (False, line)
     assert profiles.read_bytes() == before
 
 
-def test_what_the_user_has_chosen_stays(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_chosen_stays(profiles, monkeypatch):
     profiles.parent.mkdir()
     profiles.write_text('active = "team"\n\n[profiles.team]\nPREFECT_API_URL = "http://team/api"\n')
     profiles.chmod(0o644)
     is_used, line = keep_profile(OURS, LOGIN)
-    assert not is_used
-    assert line.endswith("; team stays active until `prefect profile use millrace`")
+    assert (is_used, line.partition("; ")[2]) == (False, "team stays active until `prefect profile use millrace`")
     assert profiles.stat().st_mode & 0o777 == 0o600
     assert address_in(profiles) == "http://team/api"
     remove_profile(OURS)
@@ -273,7 +239,7 @@ def test_what_the_user_has_chosen_stays(profiles: Path, monkeypatch: pytest.Monk
     assert not keep_profile(OURS, LOGIN)[0]
 
 
-def test_an_unusable_file_is_reported(profiles: Path) -> None:
+def test_an_unusable_file_is_reported(profiles):
     profiles.parent.mkdir()
     profiles.write_text("active = ")
     assert keep_profile(OURS, LOGIN)[1].startswith(f"is not written to {profiles}: ")

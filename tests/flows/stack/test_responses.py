@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -23,6 +24,7 @@ from tests.helpers.answers import Made
 from tests.helpers.chromium import open_tab
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
+COUNT = "document.querySelector('#count').innerText"
 RUN = "made-s1"
 WITH_TOKENIZER = "told-s2"  # A run whose tokenizer is there: token 3 is the hostile text
 
@@ -63,16 +65,17 @@ def client(root: Path) -> TestClient:
     return TestClient(Guard(with_responses(root, elsewhere)), base_url="http://127.0.0.1:5000")
 
 
-def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
+def test_a_page_of_answers_and_one_with_its_tokens(client):
     assert client.get("/answers/runs").json() == [RUN, WITH_TOKENIZER]
-    found = client.get("/answers/find", params={"run": RUN, "sort": "-score"}).json()
-    assert (found["total"], len(found["rows"])) == (161, 50)
-    assert found["rows"][0]["answer"] == HOSTILE
-    rest = client.get("/answers/find", params={"run": RUN, "sort": "-score", "offset": 150}).json()
-    assert len(rest["rows"]) == 11
-    each = client.get("/answers/find", params={"run": RUN, "each": "prompt"}).json()
-    assert sorted(row["prompt_id"] for row in each["rows"]) == [0, 1, 2, 3]
-    together = client.get("/answers/together", params={"run": RUN, "key": found["rows"][1]["key"]}).json()
+
+    def get(name: str, run: str = RUN, **params: object) -> Any:
+        return client.get(f"/answers/{name}", params={"run": run, **params}).json()
+
+    found = get("find", sort="-score")
+    assert (found["total"], len(found["rows"]), found["rows"][0]["answer"]) == (161, 50, HOSTILE)
+    assert len(get("find", sort="-score", offset=150)["rows"]) == 11
+    assert sorted(row["prompt_id"] for row in get("find", each="prompt")["rows"]) == [0, 1, 2, 3]
+    together = get("together", key=found["rows"][1]["key"])
     wanted = (found["rows"][1]["step"], found["rows"][1]["prompt_id"])
     assert [(one["step"], one["prompt_id"]) for one in together["answers"]] == [wanted] * 2
     for one in together["answers"]:
@@ -80,18 +83,14 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
         assert one["pieces"] is None, "a run without a tokenizer's file"
         assert one["ground_truth"] == "is 1"
     assert {visit["step"] for visit in together["visits"]} >= set(range(1, 21))
-    reported = client.get("/answers/find", params={"run": WITH_TOKENIZER}).json()["rows"][0]
-    (answer, _) = client.get("/answers/together", params={"run": WITH_TOKENIZER, "key": reported["key"]}).json()[
-        "answers"
-    ]
+    reported = get("find", WITH_TOKENIZER)["rows"][0]
+    (answer, _) = get("together", WITH_TOKENIZER, key=reported["key"])["answers"]
     assert answer["pieces"][0] == HOSTILE
     assert [piece.strip() for piece in answer["pieces"][1:]] == [f"w{token}" for token in answer["token_ids"][1:]]
     bare = client.get("/answers", follow_redirects=False)
-    assert bare.is_redirect
-    assert bare.headers["location"].endswith("/answers/")
-    assert client.get("/answersheet").status_code == client.get("/2.0/mlflow").status_code == 204, (
-        "the rest is the other application's"
-    )
+    assert (bare.is_redirect, bare.headers["location"][-9:]) == (True, "/answers/")
+    others = [client.get(path).status_code for path in ("/answersheet", "/2.0/mlflow")]
+    assert others == [204, 204], "the rest is the other application's"
 
 
 @pytest.mark.parametrize(
@@ -102,19 +101,14 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
         ("find", {"run": RUN, "offset": "-1"}, "offset: must be a whole number"),
         ("find", {"run": RUN, "offset": "9" * 5_000}, "offset: must be a whole number of at most 19 digits"),
         ("find", {"run": RUN, "prompt": "9" * 19}, "prompt: must be from 0 to"),
-        (
-            "find",
-            {"run": "bare"},
-            "run bare has no stored responses, either not yet or because of its settings (answ",
-        ),
+        ("find", {"run": "bare"}, "run bare has no stored responses, either not yet or because of its settings (answ"),
         ("find", {"run": RUN, "each": "x"}, "each: must be answer or prompt"),
         ("together", {"run": RUN, "key": "../../settings.json:0"}, "no such response"),
     ],
 )
-def test_a_wrong_request_is_refused(client: TestClient, path: str, params: dict[str, str], words: str) -> None:
+def test_a_wrong_request_is_refused(client, path, params, words):
     answer = client.get(f"/answers/{path}", params=params)
-    assert answer.status_code == 400
-    assert words in answer.json()["error"]
+    assert (answer.status_code, words in answer.json()["error"]) == (400, True), answer.text
 
 
 @contextmanager
@@ -133,7 +127,7 @@ def served(root: Path) -> Iterator[str]:
 
 
 @pytest.mark.program("chromium")
-def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
+def test_clicking_through_it(root, tmp_path):
     with served(root) as url, open_tab(tmp_path / "profile") as tab:
         tab.call("Page.navigate", url=url)
         tab.wait("document.querySelectorAll('.item').length === 50 && document.querySelector('#answers') !== null")
@@ -158,9 +152,7 @@ def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
 
         # Tokens are coloured by one of several values, each in its own element as text.
         tab.choose("#run", WITH_TOKENIZER)
-        tab.wait(
-            "document.querySelector('#count').innerText === '8 responses' && document.querySelector('#colour') !== null"
-        )
+        tab.wait(f"{COUNT} === '8 responses' && document.querySelector('#colour') !== null")
         assert tab.texts("#answers .tokens span")[0] == HOSTILE
         assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
         assert tab.value("document.querySelector('#colour').value") == "log-probability"
@@ -169,14 +161,14 @@ def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
         assert tab.value("document.querySelector('#answers .tokens span').title").startswith("trainer minus engine ")
         assert "color-mix" in tab.value("document.querySelector('#answers .tokens span').getAttribute('style')")
         tab.choose("#run", RUN)
-        tab.wait("document.querySelector('#count').innerText === '161 responses'")
+        tab.wait(f"{COUNT} === '161 responses'")
 
         tab.click("#search")
         tab.type("ONERROR")
-        tab.wait("document.querySelector('#count').innerText === '1 response'")
+        tab.wait(f"{COUNT} === '1 response'")
         tab.click("#step")
         tab.type("many")
-        tab.wait("document.querySelector('#count').innerText.startsWith('step: must be a number')")
+        tab.wait(f"{COUNT}.startsWith('step: must be a number')")
         asked = [problem for problem in tab.problems if not problem.startswith(f"asks for {url}")]
         assert [problem for problem in asked if "400 (Bad Request)" not in problem] == []
         assert json.dumps(HOSTILE) not in tab.problems

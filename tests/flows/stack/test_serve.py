@@ -15,7 +15,6 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 
-from flows.server.api import LocalServer
 from flows.stack.services import start_prefect, stop_server, wait_until_ready
 from flows.stack.state import SECRET_FILE, StackState, mlflow_login_environment, root_login, write_stack
 from flows.work.slots import SlotRequest, Slots
@@ -30,7 +29,7 @@ EVENTS = "/api/events/filter"
 EVIL = "http://evil.example"
 
 
-def test_a_request_needs_our_name_our_origin_and_the_login(prefect_server: LocalServer) -> None:
+def test_a_request_needs_our_name_our_origin_and_the_login(prefect_server):
     server, login = prefect_server.url.removesuffix("/api"), prefect_server.login
     port = server.rpartition(":")[2]
     for attempt in (
@@ -53,7 +52,7 @@ def test_a_request_needs_our_name_our_origin_and_the_login(prefect_server: Local
         attempt.try_at(server)
 
 
-def test_a_websocket_needs_them_too(prefect_server: LocalServer) -> None:
+def test_a_websocket_needs_them_too(prefect_server):
     address = f"{prefect_server.url.replace('http', 'ws', 1)}/events/in"
     prefect = [Subprotocol("prefect")]
     # h11, unlike httptools, refuses a second Host by itself (400).
@@ -70,7 +69,7 @@ def test_a_websocket_needs_them_too(prefect_server: LocalServer) -> None:
                     socket.recv()
 
 
-def test_concurrent_requests_for_the_first_login_get_the_same(tmp_path: Path) -> None:
+def test_concurrent_requests_for_the_first_login_get_the_same(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         for number in range(100):
             root = tmp_path / str(number)
@@ -78,7 +77,7 @@ def test_concurrent_requests_for_the_first_login_get_the_same(tmp_path: Path) ->
             assert [file.name for file in root.iterdir()] == [SECRET_FILE]
 
 
-def test_login_file_is_private(tmp_path: Path) -> None:
+def test_login_file_is_private(tmp_path):
     login, file = root_login(tmp_path), tmp_path / SECRET_FILE
     assert login == root_login(tmp_path) != root_login(tmp_path / "other")
     assert file.read_text() == f"{login}\n"
@@ -100,15 +99,11 @@ def test_login_file_is_private(tmp_path: Path) -> None:
             root_login(tmp_path)
 
 
-# ---------------------------------------------------------------------- the limit of slots
-
-
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
     prefect_home(tmp_path / "prefect")
     server = start_prefect(tmp_path, None, StackState())
     process = server.process()
-    assert process is not None
     try:
         wait_until_ready(server)
         write_stack(tmp_path, StackState(services=(server,)))
@@ -122,7 +117,7 @@ def read_limits(stack: Stack) -> list[tuple[Any, ...]]:
     return [(row["name"], row["limit"], row["active_slots"], row["active"]) for row in rows]
 
 
-def test_the_limit_has_the_slots_and_those_in_use(stack: Stack) -> None:
+def test_the_limit_has_the_slots_and_those_in_use(stack):
     slots = Slots(stack.root)
     assert read_limits(stack) == []
     slots.set_devices(["0", "0", "1"])
@@ -140,7 +135,7 @@ def test_the_limit_has_the_slots_and_those_in_use(stack: Stack) -> None:
     wait_until(lambda: read_limits(stack) == [], "the limit is gone")
 
 
-def test_a_read_without_a_change_writes_no_event(stack: Stack) -> None:
+def test_a_read_without_a_change_writes_no_event(stack):
     Slots(stack.root).set_devices([""])
 
     def changes() -> int:

@@ -12,22 +12,9 @@ from data.tasks import StageResult
 from flows import chain
 from flows.chain import finished_result
 from flows.progress import ValidationSummary, with_interval
-from flows.stages import train
+from flows.stages import outputs, train
 from flows.stages.dataset import Dataset
-from flows.stages.outputs import (
-    Evaluate,
-    Export,
-    ExportBest,
-    ExportedWeights,
-    Report,
-    ReportPage,
-    Validate,
-    best_step_to_export,
-    find_report,
-    find_suite_results,
-    find_validation,
-    report_fingerprint,
-)
+from flows.stages.outputs import Export, ExportBest, ExportedWeights, Report, ReportPage, Validate, report_fingerprint
 from flows.stages.train import Chunk, PassRates, PassRateTable, Train, record_inputs
 from flows.work.mlflow_record import MlflowContents, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run
@@ -51,24 +38,20 @@ def layout(layout: RunLayout) -> RunLayout:
     return layout
 
 
-def test_stage_describes_its_result() -> None:
-    figures = {"critic/score/mean": 0.12345}
+def test_stage_describes_its_result():
     rows = StageResult(HERE, cached=False, counts={"train": 1_200, "x": 3}, warning="warning: few")
     table = PassRateTable(HERE, 12_000, 1_500, "pass rates 0 to 1", cached=False)
     weights = ExportedWeights(HERE, 40, cached=False)
+    chunk = Chunk(0, 20, HERE, cached=False, metrics={"critic/score/mean": 0.12345})
     for stage, made, expected in (
         (Dataset(), rows, "dataset: 1,200 train, 3 x rows (here)\nwarning: few"),
         (PassRates(), table, "pass rates: kept 1,500 of 12,000 rows; pass rates 0 to 1 (here)"),
-        (
-            Train(0, 20, is_last=True),
-            Chunk(0, 20, HERE, cached=False, metrics=figures),
-            "train: step 0-20, reward 0.123",
-        ),
+        (Train(0, 20, is_last=True), chunk, "train: step 0-20, reward 0.123"),
         (Export(), weights, "weights: step 40 (here)"),
         (ExportBest(), weights, ""),
         (ExportBest(), replace(weights, is_best=True), "best weights: step 40 (here)"),
         (Report(), ReportPage(HERE, cached=False), "report: here"),
-        (Evaluate(), [], ""),
+        (outputs.Evaluate(), [], ""),
     ):
         assert stage.describe(made) == expected
         if expected and not isinstance(made, list):
@@ -76,15 +59,10 @@ def test_stage_describes_its_result() -> None:
             assert f", skipped: {again}" in stage.describe(replace(made, cached=True))
 
 
-def test_validation_names_several_sources() -> None:
-    one = {
-        "val-core/openai/gsm8k/reward/mean_at_4": 0.25,
-        "val-core/openai/gsm8k/reward/mean_at_4/ci_low": 0.2,
-        "val-core/openai/gsm8k/reward/mean_at_4/ci_high": 0.3,
-        "val-core/openai/gsm8k/reward/std_at_4": 0.1,
-        "val-core/openai/gsm8k/reward/std_at_4/ci_low": 0.1,
-        "val-core/openai/gsm8k/reward/pass_at_4": 0.5,
-    }
+def test_validation_names_several_sources():
+    figures = {"mean_at_4": 0.25, "mean_at_4/ci_low": 0.2, "mean_at_4/ci_high": 0.3, "std_at_4": 0.1}
+    figures |= {"std_at_4/ci_low": 0.1, "pass_at_4": 0.5}
+    one = {f"val-core/openai/gsm8k/reward/{name}": value for name, value in figures.items()}
     message = ValidationSummary("after", 40, HERE, cached=False, summary=one)
     assert str(message) == message.headline() == "after (step 40): reward mean_at_4 0.250 [0.200, 0.300]"
     two = one | {"val-core/countdown/reward/greedy": 0.5, "val-core/countdown/reward/greedy/ci_low": 0.4}
@@ -92,44 +70,39 @@ def test_validation_names_several_sources() -> None:
     rewards = "reward openai/gsm8k mean_at_4 0.250 [0.200, 0.300], countdown greedy 0.500"
     assert message.headline() == f"before (step 0): {rewards}"
     assert str(message) == f"{message.headline()}, skipped: done before"
-
-
-def test_interval_needs_two_ends() -> None:
     assert with_interval({"a": 0.5, "a/ci_low": 0.0, "a/ci_high": 0.59}, "a") == "0.500 [0.000, 0.590]"
-    assert with_interval({"a": 0.5, "a/ci_low": 0.4}, "a") == "0.500"
     assert with_interval({"a": 0.5, "a/ci_high": 0.6}, "a") == "0.500"
     assert with_interval({"a": 0.5}, "b") == ""
 
 
-def test_report_is_current_while_inputs_are_unchanged(layout: RunLayout) -> None:
+def test_report_is_current_while_inputs_are_unchanged(layout):
     folder = layout.run_dir / "report"
     folder.mkdir()
     (folder / "report.html").touch()
-    assert find_report(layout) is None
+    assert outputs.find_report(layout) is None
 
-    def write() -> None:
-        known = {"fingerprint": report_fingerprint(layout), "html": "/elsewhere/report.html"}
+    def write(why: str = "") -> None:
+        known = {"fingerprint": report_fingerprint(layout, why), "html": "/elsewhere/report.html"}
         write_json_atomically(folder / "source.json", known)
 
     files = [layout.journal, layout.run_json, layout.validation / "after.json", layout.suites / "sums" / "a.json"]
     for file in files:
         write()
-        assert find_report(layout) == ReportPage(folder / "report.html", cached=True)
+        assert outputs.find_report(layout) == ReportPage(folder / "report.html", cached=True)
         file.write_text("changed")
-        assert find_report(layout) is None, file
+        assert outputs.find_report(layout) is None, file
     write()
     (layout.run_dir / "notes.txt").touch()
-    assert find_report(layout) is not None
-    assert find_report(layout, "failed: x") is None
-    known = {"fingerprint": report_fingerprint(layout, "failed: x"), "html": "report.html"}
-    write_json_atomically(folder / "source.json", known)
-    assert [find_report(layout, why) is None for why in ("failed: x", "failed: y", "")] == [False, True, True]
+    assert outputs.find_report(layout) is not None
+    assert outputs.find_report(layout, "failed: x") is None
+    write("failed: x")
+    assert [outputs.find_report(layout, why) is None for why in ("failed: x", "failed: y", "")] == [False, True, True]
     write()
     (folder / "report.html").unlink()
-    assert find_report(layout) is None
+    assert outputs.find_report(layout) is None
 
 
-def test_mlflow_record_is_complete_or_lacks_a_part(config: RunConfig, layout: RunLayout) -> None:
+def test_mlflow_record_is_complete_or_lacks_a_part(config, layout):
     last, best = ExportedWeights(HERE, 40, cached=True), ExportedWeights(HERE, 20, cached=True)
     assert models_digest(config, last, best) == "last 40, best 20, registered None"
     more = changed(config, "trainer", total_steps=99)
@@ -148,53 +121,47 @@ def test_mlflow_record_is_complete_or_lacks_a_part(config: RunConfig, layout: Ru
         assert MlflowContents.read(layout) == MlflowContents()
 
 
-def test_best_weights_are_exported_unless_last(config: RunConfig, layout: RunLayout) -> None:
-    assert best_step_to_export(config, layout, 0) is None
+def test_best_weights_are_exported_unless_last(config, layout):
+    assert outputs.best_step_to_export(config, layout, 0) is None
     for step, score in ((1, 0.5), (2, 0.75), (3, 0.25)):
         commit(config, step, {"val/reward": score})
-    assert [best_step_to_export(config, layout, last) for last in (2, 3)] == [None, 2]
-    for update in ({"enabled": False}, {"log_best": False}):
-        unwanted = changed(config, "tracking", **update)
-        assert best_step_to_export(unwanted, layout, 3) is None
+    assert [outputs.best_step_to_export(config, layout, last) for last in (2, 3)] == [None, 2]
+    for unwanted in ("enabled", "log_best"):
+        assert outputs.best_step_to_export(changed(config, "tracking", **{unwanted: False}), layout, 3) is None
 
 
-def test_validation_is_valid_for_its_step_and_settings(config: RunConfig, layout: RunLayout, tmp_path: Path) -> None:
+def test_validation_is_valid_for_its_step_and_settings(config, layout, tmp_path):
+    def find(config: RunConfig, step: int = 2) -> ValidationSummary | None:
+        return outputs.find_validation(config, layout, "after", step)
+
     made = result([problem(1, (1.0, 0.0), greedy=1.0), problem(2, (0.0, 0.0), greedy=0.0)])
-    written = replace(made, step=2, settings=config.validation.evaluation)
-    assert find_validation(config, layout, "after", 2) is None
-    written.write(layout.validation / "after.json")
-    found = find_validation(config, layout, "after", 2)
-    assert found == ValidationSummary(
-        "after", 2, layout.validation / "after.json", cached=True, summary=written.metrics()
-    )
-    assert find_validation(config, layout, "after", 1) is None
-    other = changed(config, "validation", num_resamples=config.validation.num_resamples + 1)
-    assert find_validation(other, layout, "after", 2) is None
-    seldom = changed(config, "validation", every_steps=config.validation.every_steps + 1)
-    assert find_validation(seldom, layout, "after", 2) == found
-
+    written, place = replace(made, step=2, settings=config.validation.evaluation), layout.validation / "after.json"
+    assert find(config) is None
+    written.write(place)
+    assert find(config) == ValidationSummary("after", 2, place, cached=True, summary=written.metrics())
+    assert find(config, 1) is None
+    assert find(changed(config, "validation", num_resamples=config.validation.num_resamples + 1)) is None
+    assert find(changed(config, "validation", every_steps=config.validation.every_steps + 1)) == find(config)
     suite = SuiteConfig(name="sums", data=config.data)
     config = changed(config, "validation", suites=(suite,))
-    assert find_validation(config, layout, "after", 2) is None
+    assert find(config) is None
     inputs = RunInputs(tmp_path, tmp_path, suites={"sums": tmp_path / "rows"})
     inputs.write(config, layout)
-    assert find_validation(config, layout, "after", 2) is None
+    assert find(config) is None
     digest = suite_fingerprint(config, suite, tmp_path / "rows")
     evaluated = replace(made, step=2, settings=suite.evaluation, suite=digest, data_source="sums")
     file = layout.suites / "sums" / "after.json"
     for another in (replace(evaluated, suite="other rows"), replace(evaluated, step=1)):
         another.write(file)
-        assert find_validation(config, layout, "after", 2) is None
+        assert find(config) is None
     evaluated.write(file)
-    found = find_validation(config, layout, "after", 2)
-    assert found is not None
-    assert found.summary == written.metrics() | evaluated.metrics()
-    assert len(found.summary) > len(written.metrics())
-    assert find_suite_results(config, layout, inputs, "after", 2) == [evaluated]
-    assert find_suite_results(config, layout, replace(inputs, suites={}), "after", 2) is None
+    assert find(config).summary == written.metrics() | evaluated.metrics()
+    assert len(find(config).summary) > len(written.metrics())
+    assert outputs.find_suite_results(config, layout, inputs, "after", 2) == [evaluated]
+    assert outputs.find_suite_results(config, layout, replace(inputs, suites={}), "after", 2) is None
 
 
-def test_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) -> None:
+def test_run_is_finished_with_all_results(config, layout):
     commit(config, 2)
     for name, step in (("before", 0), ("after", 2)):
         evaluated = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
@@ -215,7 +182,6 @@ def test_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) 
     settings, models = settings_digest(config), models_digest(config, last, last)
     recorded = MlflowContents("1", "url", "", settings, report_fingerprint(layout), models).write(layout)
     found = finished_result(OpenRun(config))
-    assert found is not None
     assert (found.run_id, found.run_dir, found.report) == (layout.run_dir.name, layout.run_dir, page)
     assert [(one.name, one.step) for one in found.validations] == [("before", 0), ("after", 2)]
     assert (found.weights, found.mlflow) == (layout.exported_model, recorded)
@@ -245,7 +211,7 @@ def rows(run: OpenRun) -> None:
 
 
 @pytest.mark.usefixtures("rows")
-def test_existing_results_are_not_remade(run: OpenRun) -> None:
+def test_existing_results_are_not_remade_and_chunks_have_bounds(run):
     layout = run.layout
     expected = Chunk(0, 1, layout.checkpoints / "step-000001", cached=True, metrics={})
     assert Train(0, 1, is_last=False).find_or_make(run) == expected
@@ -259,13 +225,15 @@ def test_existing_results_are_not_remade(run: OpenRun) -> None:
     last = ExportedWeights(layout.exported_model, 1, cached=True)
     assert Export().find_or_make(run) == last
     assert ExportBest().find_or_make(run) == last
-    assert Evaluate().find_or_make(run) == []
+    assert outputs.Evaluate().find_or_make(run) == []
+    config = changed(run.config, "trainer", total_steps=5, steps_per_chunk=2)
+    assert Train.chunks(config) == [Train(0, 2, False), Train(2, 4, False), Train(4, 5, True)]
+    assert Train.chunks(config, 4) == [Train(0, 2, False), Train(2, 4, True)]
+    assert Train.chunks(config, 1) == [Train(0, 1, True)]
 
 
 @pytest.mark.usefixtures("rows")
-def test_start_is_recorded_once_per_process(
-    run: OpenRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_is_recorded_once_per_process(run, caplog, monkeypatch):
     monkeypatch.setattr(train, "MAX_DIFF_CHARACTERS", 0)
     train.record_start(run)
     file = run.layout.run_json
@@ -286,10 +254,3 @@ def test_start_is_recorded_once_per_process(
         train.record_start(run)
     (message,) = (one for one in caplog.messages if "how the training was started is not recorded" in one)
     assert message.startswith(f"{run.layout.run_dir}: how the training was started is not recorded: ")
-
-
-def test_chunk_bounds(run: OpenRun) -> None:
-    config = changed(run.config, "trainer", total_steps=5, steps_per_chunk=2)
-    assert Train.chunks(config) == [Train(0, 2, False), Train(2, 4, False), Train(4, 5, True)]
-    assert Train.chunks(config, 4) == [Train(0, 2, False), Train(2, 4, True)]
-    assert Train.chunks(config, 1) == [Train(0, 1, True)]

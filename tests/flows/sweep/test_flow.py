@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -54,7 +53,7 @@ def twice(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory,
     return Twice(millrace, Api(prefect_server.url, prefect_server.login), *first, *call())
 
 
-def test_failed_run_does_not_end_a_sweep(twice: Twice) -> None:
+def test_failed_run_does_not_end_a_sweep(twice):
     first, points = twice.first, twice.first_points
     assert first.code == 1, first.err
     assert "1 of 2 points finished, 1 failed, 4 runs worked on, 3 steps" in first.out
@@ -64,30 +63,33 @@ def test_failed_run_does_not_end_a_sweep(twice: Twice) -> None:
     assert (good["error"], good["step"]) == ("", 1)
 
 
-def test_each_run_is_one_named_task(twice: Twice) -> None:
+def test_prefect_has_a_named_task_for_each_run_and_a_description(twice):
     named = {"name": {"any_": [twice.folder.name]}}
     first, again = twice.api.filter("flow_runs", flow_runs=named, sort="START_TIME_ASC")
     assert {"grid", "sweep"} <= {*again["tags"]}
     assert again["state"]["message"].startswith("2 of 2 points finished, 1 runs worked on, 1 steps\nbest: point ")
     assert (first["state_type"], again["state_type"]) == ("COMPLETED", "COMPLETED")
-    chunks = {}
-    for run in (first, again):
-        tasks = twice.api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
-        chunks[run["id"]] = {task["name"]: task["state_type"] for task in tasks}
-    names = [f"train/debug optim.lr={lr} seed={seed} to step 1" for lr in ("0.0003", "1.0") for seed in (1, 2)]
-    assert chunks[first["id"]].items() <= dict.fromkeys(names, "COMPLETED").items()
-    assert len(chunks[first["id"]]) == 3
-    assert chunks[again["id"]] == {"train/debug optim.lr=0.0003 seed=2 to step 1": "COMPLETED"}
+    of_first, of_again = (
+        {task["name"]: task["state_type"] for task in twice.api.filter("task_runs", flow_runs={"id": {"any_": [one]}})}
+        for one in (first["id"], again["id"])
+    )
+    runs = [f"{lr} seed={seed}" for lr, seed in (("0.0003", 1), ("1.0", 1), ("1.0", 2))]
+    assert of_first == dict.fromkeys((f"train/debug optim.lr={run} to step 1" for run in runs), "COMPLETED")
+    assert of_again == {"train/debug optim.lr=0.0003 seed=2 to step 1": "COMPLETED"}
+    key = f"{twice.folder.name}-sweep"
+    found = [one["data"] for one in twice.api.filter("artifacts", artifacts={"key": {"any_": [key]}})]
+    (last,) = [text for text in found if "2 of 2 points finished" in text]
+    assert "| 1 | `optim.lr=0.0003` | finished | 1 |" in last
 
 
-def test_second_call_trains_only_the_failed_run(twice: Twice) -> None:
+def test_second_call_trains_only_the_failed_run(twice):
     assert twice.again.code == 0, twice.again.err
     assert "2 of 2 points finished, 1 runs worked on, 1 steps" in twice.again.out
     runs = [run for point in twice.points for run in point["runs"]]
     assert [len(list((Path(run["run_dir"]) / "logs").iterdir())) for run in runs] == [1] * 4
 
 
-def test_scores_are_means_and_match_the_comparison(twice: Twice) -> None:
+def test_scores_are_means_and_match_the_comparison(twice):
     points = twice.points
     for point in points:
         assert point["score"] == pytest.approx(fmean(score_of(run, 1) for run in point["runs"]))
@@ -105,7 +107,7 @@ def test_scores_are_means_and_match_the_comparison(twice: Twice) -> None:
     assert sorted(message) == pytest.approx(sorted(point["score"] for point in points))
 
 
-def test_best_file_is_the_experiment_of_the_best_run(twice: Twice) -> None:
+def test_best_file_is_the_experiment_of_the_best_run(twice):
     file, best = twice.folder / "best.yaml", twice.points[0]
     config = load_config([f"experiment={file}"])
     assert run_id(config) == best["runs"][0]["run_id"]
@@ -114,14 +116,7 @@ def test_best_file_is_the_experiment_of_the_best_run(twice: Twice) -> None:
     assert "committed step 1 of 1" in dry.out
 
 
-def test_description_is_in_prefect(twice: Twice) -> None:
-    key = f"{twice.folder.name}-sweep"
-    found = [one["data"] for one in twice.api.filter("artifacts", artifacts={"key": {"any_": [key]}})]
-    (last,) = [text for text in found if "2 of 2 points finished" in text]
-    assert "| 1 | `optim.lr=0.0003` | finished | 1 |" in last
-
-
-def test_runs_are_nested_in_mlflow(twice: Twice) -> None:
+def test_runs_are_nested_in_mlflow(twice):
     root = twice.millrace.root
     rows = mlflow_rows(root, "select run_uuid, key, value from tags")
     (parent,) = [run for run, key, _ in rows if key == "millrace.sweep_id"]
@@ -130,37 +125,18 @@ def test_runs_are_nested_in_mlflow(twice: Twice) -> None:
     assert own.keys() == {run["run_id"] for point in twice.points for run in point["runs"]}
     above = {run: value for run, key, value in rows if key == "mlflow.parentRunId"}
     assert {above[run] for run in own.values()} == {parent}
-    assert {key for run, key in mlflow_rows(root, "select run_uuid, key from metrics") if run == parent} >= {
-        "sweep/reward/mean_at_2",
-        "best/reward/mean_at_2",
-    }
+    sent = {key for run, key in mlflow_rows(root, "select run_uuid, key from metrics") if run == parent}
+    assert sent >= {"sweep/reward/mean_at_2", "best/reward/mean_at_2"}
 
 
-def held_sweep(millrace: Millrace) -> "tuple[subprocess.Popen[str], Path]":
-    """Start a sweep of two points whose second run waits in its first update for a stop."""
-    spec, held = spec_of(millrace.root, "stopped"), millrace.root / "held"
+def test_stopped_sweep_saves_and_same_command_resumes(twice):
+    """Its second run waits in its first update for the stop."""
+    millrace, api, held = twice.millrace, twice.api, twice.millrace.root / "held"
+    command = ("sweep", str(spec_of(millrace.root, "stopped")), "tracking.enabled=true")
     hold = {"HOLD_PHASE": "update_actor", "HOLD_AFTER": "2", "HOLD_FILE": str(held), "PYTHONPATH": str(HELD)}
-    process = Millrace(millrace.root, {**millrace.environment, **hold}).start("sweep", str(spec), *TRACKED)
+    process = Millrace(millrace.root, {**millrace.environment, **hold}).start(*command)
     wait_until(lambda: held.exists() or process.poll() is not None, "the second run is in its first update")
     assert process.poll() is None, process.communicate()
-    return process, spec
-
-
-TRACKED = ("tracking.enabled=true",)
-
-
-def mlflow_status(root: Path) -> str:
-    """Return the status of the stopped sweep's MLflow run."""
-    query = (
-        "select status from runs join tags using (run_uuid) where key = 'millrace.sweep_id' and value like 'stopped%'"
-    )
-    ((found,),) = mlflow_rows(root, query)
-    return found
-
-
-def test_stopped_sweep_saves_and_same_command_resumes(twice: Twice) -> None:
-    millrace, api = twice.millrace, twice.api
-    process, spec = held_sweep(millrace)
     named = {"tags": {"all_": ["stopped"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     (run,) = api.filter("flow_runs", flow_runs=named)
     process.send_signal(signal.SIGINT)
@@ -170,11 +146,12 @@ def test_stopped_sweep_saves_and_same_command_resumes(twice: Twice) -> None:
     tasks = api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
     states = sorted(task["state_type"] for task in tasks if task["name"].startswith("train/"))
     assert (run["state_type"], states[:2]) == ("CANCELLED", ["CANCELLED", "COMPLETED"])
-    assert mlflow_status(millrace.root) == "KILLED"
-
+    of_it = "key = 'millrace.sweep_id' and value like 'stopped%'"
+    status = f"select status from runs join tags using (run_uuid) where {of_it}"
+    assert mlflow_rows(millrace.root, status) == [("KILLED",)]
     saved = sorted(path.name for path in millrace.root.glob("runs/stopped-*/checkpoints/step-*"))
     assert saved == ["step-000001", "step-000001", "step-000002"]
-    again = millrace("sweep", str(spec), *TRACKED, code=0)
+    again = millrace(*command, code=0)
     assert "2 of 2 points finished, 1 runs worked on, 1 steps" in again.out
     assert [point["state"] for point in points_of(millrace.root, "stopped")] == ["finished", "finished"]
-    assert mlflow_status(millrace.root) == "FINISHED"
+    assert mlflow_rows(millrace.root, status) == [("FINISHED",)]

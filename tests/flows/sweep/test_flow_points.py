@@ -40,15 +40,13 @@ def states(drive: SweepWorker, sweep: Sweep) -> list[str]:
     return [row["state"] for row in sorted(rows, key=lambda row: int(row["point"]))]
 
 
-def test_points_are_compared_with_earlier_ones(tmp_path: Path) -> None:
+def test_points_are_compared_with_earlier_ones(tmp_path):
     sweep, trainer = load(tmp_path, RATES + PRUNED), RunWriter()
     drive = SweepWorker(sweep, trainer, "call")
     assert drive.run() == ""
     assert states(drive, sweep) == ["finished", "stopped early", "finished", "stopped early"]
-    rates = ["0.0001", "0.0001", "0.0002", "0.0003", "0.0003", "0.0004"]
-    assert trainer.trained == [
-        (f"optim.lr={rate} seed=1", step) for rate, step in zip(rates, (1, 2, 1, 1, 2, 1), strict=True)
-    ]
+    trained = ((1, 1), (1, 2), (2, 1), (3, 1), (3, 2), (4, 1))
+    assert trainer.trained == [(f"optim.lr=0.000{point} seed=1", step) for point, step in trained]
     best, second, *_ = rows_of(sweep, drive.study.points())
     assert (best["point"], second["point"]) == (3, 1)
     assert best["scores"].keys() == {"1", "2"}
@@ -56,7 +54,7 @@ def test_points_are_compared_with_earlier_ones(tmp_path: Path) -> None:
     assert drive.spending.read()["steps"] == 6
 
 
-def test_stopped_sweep_resumes_to_equal_results(tmp_path: Path) -> None:
+def test_stopped_sweep_resumes_to_equal_results(tmp_path):
     def stopped_and_resumed(root: Path, at: int | None) -> tuple[list[str], list[object]]:
         root.mkdir()
         sweep = load(root, RATES + PRUNED)
@@ -76,7 +74,7 @@ def test_stopped_sweep_resumes_to_equal_results(tmp_path: Path) -> None:
         assert stopped_and_resumed(tmp_path / f"stopped-{at}", at) == undisturbed, at
 
 
-def test_score_is_mean_over_seeds_and_failed_seed_fails_point(tmp_path: Path) -> None:
+def test_score_is_mean_over_seeds_and_failed_seed_fails_point(tmp_path):
     text = "seeds: [1, 2]\n" + RATES
     sweep, trainer = load(tmp_path, text), RunWriter(fails={2: ValueError("the scorer raised\nhere")})
     drive = SweepWorker(sweep, trainer, "first")
@@ -87,7 +85,6 @@ def test_score_is_mean_over_seeds_and_failed_seed_fails_point(tmp_path: Path) ->
     assert (failed["error"], failed["score"]) == ("the scorer raised\nhere", None)
     assert [run["step"] for run in failed["runs"]] == [2, 0]
     assert drive.spending.read()["steps"] == 14
-
     again = SweepWorker(sweep, trainer, "second")
     again.study.retry_failed()
     again.run()
@@ -97,7 +94,7 @@ def test_score_is_mean_over_seeds_and_failed_seed_fails_point(tmp_path: Path) ->
         assert row["score"] == pytest.approx(sum(run["score"] for run in row["runs"]) / 2)
 
 
-def test_finished_run_is_not_trained(tmp_path: Path) -> None:
+def test_finished_run_is_not_trained(tmp_path):
     trainer = RunWriter()
     SweepWorker(load(tmp_path, RATES), trainer, "call").run()
     listed = "objective: {direction: minimize}\nlist: [{optim.lr: 2e-4}, {optim.lr: 1e-4}]\n"
@@ -110,7 +107,7 @@ def test_finished_run_is_not_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [Budget(runs=3), Budget(steps=6)])
-def test_budget_ends_call_and_next_one_continues(tmp_path: Path, budget: Budget) -> None:
+def test_budget_ends_call_and_next_one_continues(tmp_path, budget):
     sweep, trainer = load(tmp_path, "seeds: [1, 2]\n" + RATES, budget), RunWriter()
     first = SweepWorker(sweep, trainer, "first")
     first.run()
@@ -123,7 +120,7 @@ def test_budget_ends_call_and_next_one_continues(tmp_path: Path, budget: Budget)
     assert states(again, sweep) == ["finished"] * 4
 
 
-def test_point_with_refused_settings_fails_alone(tmp_path: Path) -> None:
+def test_point_with_refused_settings_fails_alone(tmp_path):
     """Each value is valid with the first one of the other key, but a mini-batch of 16 needs more than 8 prompts."""
     space = "{optim.lr: [1e-4], trainer.batch_size: [16, 8], trainer.mini_batch_size: [8, 16]}"
     sweep = load(tmp_path, f"optuna: {{num_points: 12, startup_points: 12, space: {space}}}\n")
@@ -137,18 +134,17 @@ def test_point_with_refused_settings_fails_alone(tmp_path: Path) -> None:
         assert ("trainer.mini_batch_size" in row["error"]) == (row["state"] == "failed")
 
 
-def test_run_without_score_at_the_step_is_an_error(tmp_path: Path) -> None:
+def test_run_without_score_at_the_step_is_an_error(tmp_path):
     sweep = load(tmp_path, "list: [{optim.lr: 1e-4}]\n")
     drive = SweepWorker(sweep, lambda *_: None, "call")
     assert "has no reward/mean_at_2 at step 2, since it was trained before" in drive.run()
 
 
-def test_process_waits_for_point_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_waits_for_point_of_another(tmp_path, monkeypatch):
     """The other process may wait for the slot that a trainer would hold."""
     sweep, trainer = load(tmp_path, "list: [{optim.lr: 1e-4}]\n"), RunWriter()
     other = SweepWorker(sweep, trainer, "another")
     taken = other.study.ask()
-    assert taken is not None
     waits: list[int] = []
 
     def paused() -> None:
@@ -160,14 +156,11 @@ def test_process_waits_for_point_of_another(tmp_path: Path, monkeypatch: pytest.
     assert (waits, len(trainer.trained)) == ([0], 1)
 
 
-# ---------------------------------------------------------------------- children on workers, without a worker
-
 Play = Callable[[SyncPrefectClient, FlowRun], None]
 """Action of a worker on a waiting child."""
 
 
 def around(drive: SweepWorker, sweep: Sweep) -> None:
-
     @flow
     def sweep_flow() -> None:
         work_on_workers(drive, sweep, {})
@@ -181,7 +174,6 @@ def on_workers(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> It
     name, _, deployed = DEPLOYMENT.partition("/")
     deployment = client.create_deployment(client.create_flow_from_name(name), deployed)
     children: list[FlowRun] = []
-
     of_it = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
 
     def run(drive: SweepWorker, sweep: Sweep, play: Play) -> list[FlowRun]:
@@ -200,9 +192,7 @@ def on_workers(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.prefect
-def test_children_finish_points_and_lost_ones_are_replaced(
-    on_workers: Callable[..., list[FlowRun]], tmp_path: Path
-) -> None:
+def test_children_finish_points_and_lost_ones_are_replaced(on_workers, tmp_path):
     sweep, trainer = load(tmp_path, THREE), RunWriter(fails={2: ValueError("the scorer raised")})
     drive, num_children = SweepWorker(sweep, trainer, "call"), 0
 
@@ -224,7 +214,7 @@ def test_children_finish_points_and_lost_ones_are_replaced(
 
 
 @pytest.mark.prefect
-def test_exhausted_budget_starts_no_children(on_workers: Callable[..., list[FlowRun]], tmp_path: Path) -> None:
+def test_exhausted_budget_starts_no_children(on_workers, tmp_path):
     sweep, trainer = load(tmp_path, THREE, Budget(runs=1)), RunWriter()
     drive = SweepWorker(sweep, trainer, "call")
 
@@ -238,20 +228,18 @@ def test_exhausted_budget_starts_no_children(on_workers: Callable[..., list[Flow
 
 
 @pytest.mark.prefect
-def test_children_without_work_end_the_sweep_with_an_error(
-    on_workers: Callable[..., list[FlowRun]], tmp_path: Path
-) -> None:
+def test_children_without_work_end_the_sweep_with_an_error(on_workers, tmp_path):
     sweep = load(tmp_path, THREE)
+
+    def play(client: SyncPrefectClient, child: FlowRun) -> None:
+        client.set_flow_run_state(child.id, Failed(message="no such file"), force=True)
+
     with pytest.raises(MillraceError, match="its runs end without working on a point"):
-        on_workers(
-            SweepWorker(sweep, RunWriter(), "call"),
-            sweep,
-            lambda client, child: client.set_flow_run_state(child.id, Failed(message="no such file"), force=True),
-        )
+        on_workers(SweepWorker(sweep, RunWriter(), "call"), sweep, play)
 
 
 @pytest.mark.prefect
-def test_missing_deployment_is_an_error_with_remedy(client: SyncPrefectClient, tmp_path: Path) -> None:
+def test_missing_deployment_is_an_error_with_remedy(client, tmp_path):
     drive = SweepWorker(load(tmp_path, THREE), RunWriter(), "call")
     with pytest.raises(MillraceError, match=r"has no deployment sweep-child/sweep-point\. `millrace up`"):
         around(drive, load(tmp_path, THREE))

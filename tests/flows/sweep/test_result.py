@@ -9,17 +9,7 @@ from optuna.trial import TrialState
 from prefect.logging import disable_run_logger
 
 from flows.progress import display_for_console, use_display
-from flows.sweep.result import (
-    SweepResult,
-    describe_sweep,
-    end_mlflow_run_on_error,
-    finish_mlflow_run,
-    rows_of,
-    start_mlflow_run,
-    summary_lines,
-    write_comparison,
-    write_result,
-)
+from flows.sweep import result
 from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy, members_of
 from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
@@ -46,7 +36,6 @@ def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
     study = SweepStudy(sweep)
     for score in scores:
         trial = study.ask()
-        assert trial is not None
         members, _ = members_of(sweep, trial.user_attrs[SETTINGS])
         for member in members:
             member.step, member.score = 2, score
@@ -60,55 +49,51 @@ def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
     return study
 
 
-def written(sweep: Sweep, study: SweepStudy, mlflow_run: str | None = None) -> SweepResult:
-    return write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), mlflow_run)
+def written(sweep: Sweep, study: SweepStudy, mlflow_run: str | None = None) -> result.SweepResult:
+    return result.write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), mlflow_run)
 
 
-def test_summary_counts_points_and_names_the_best(tmp_path: Path) -> None:
+def test_summary_counts_points_and_names_the_best(tmp_path):
     sweep = load(tmp_path, text="grid: {optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}\n")
-    result = written(sweep, with_scores(sweep, 0.1, 0.3, 0.3))
-    assert summary_lines(result) == [
+    done = written(sweep, with_scores(sweep, 0.1, 0.3, 0.3))
+    assert result.summary_lines(done) == [
         "3 of 4 points finished, 1 not finished, 0 runs worked on, 0 steps",
         "best: point 2, optim.lr=0.0002: 0.3; equal to point 3",
         f"best settings: {sweep.folder / 'best.yaml'}",
     ]
-    assert result.comparison is None
+    assert done.comparison is None
 
 
 @pytest.mark.parametrize(("direction", "order"), [("maximize", [2, 1, 4, 3]), ("minimize", [1, 4, 2, 3])])
-def test_best_point_is_first(tmp_path: Path, direction: str, order: list[int]) -> None:
+def test_best_point_is_first(tmp_path, direction, order):
     text = f"objective: {{direction: {direction}}}\ngrid: {{optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}}\n"
     sweep = load(tmp_path, text=text)
-    rows = rows_of(sweep, with_scores(sweep, 0.1, 0.3, None, 0.1).points())
+    rows = result.rows_of(sweep, with_scores(sweep, 0.1, 0.3, None, 0.1).points())
     assert [row["point"] for row in rows] == order
     assert [row["error"] for row in rows] == ["", "", "", "point 3 is broken"]
 
 
-def test_comparison_has_existing_runs(tmp_path: Path) -> None:
+def test_comparison_has_existing_runs(tmp_path):
     sweep = load(tmp_path)
-    rows = rows_of(sweep, with_scores(sweep, 0.1, 0.2, 0.3).points())
+    rows = result.rows_of(sweep, with_scores(sweep, 0.1, 0.2, 0.3).points())
     one, two, three = (Path(row["runs"][0]["run_dir"]) for row in rows)
     write_run(one, num_steps=2)
-    assert write_comparison(sweep, rows) is None
+    assert result.write_comparison(sweep, rows) is None
     write_run(three, num_steps=2, seed=2)
-    page = write_comparison(sweep, rows)
-    assert page is not None
+    page = result.write_comparison(sweep, rows)
     compared = json.loads(page.with_suffix(".json").read_text())["tables"]["runs"]["rows"]
     assert [row[0] for row in compared] == [one.name, three.name]
     assert not two.exists()
 
 
-def test_mlflow_run_has_scores_files_and_description(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_run_has_scores_files_and_description(server, tmp_path, capsys):
     sweep = load(tmp_path, f"tracking.uri={server.uri!r}")
     store = MlflowStore(sweep.base.tracking, tmp_path)
     study = with_scores(sweep, 0.1, 0.2, 0.3)
     with disable_run_logger(), use_display(display_for_console()):
-        own = start_mlflow_run(sweep)
-        assert own is not None
-        result = written(sweep, study, own)
-        finish_mlflow_run(sweep, result, describe_sweep(sweep, result))
+        own = result.start_mlflow_run(sweep)
+        done = written(sweep, study, own)
+        result.finish_mlflow_run(sweep, done, result.describe_sweep(sweep, done))
     run = store.client.get_run(own)
     assert run.info.status == "FINISHED"
     assert f"in MLflow: {server.uri}/#/" in capsys.readouterr().out
@@ -120,10 +105,9 @@ def test_mlflow_run_has_scores_files_and_description(
     assert {file.path for file in store.client.list_artifacts(own, "sweep")} == {"sweep/sweep.json", "sweep/best.yaml"}
     history = store.client.get_metric_history(own, "sweep/reward/mean_at_2")
     assert {one.step: one.value for one in history} == {1: 0.1, 2: 0.2, 3: 0.3}
-
     with disable_run_logger():
-        assert start_mlflow_run(sweep) == own
+        assert result.start_mlflow_run(sweep) == own
         assert store.client.get_run(own).info.status == "RUNNING"
-        with pytest.raises(OSError, match="full"), end_mlflow_run_on_error(sweep, own):
+        with pytest.raises(OSError, match="full"), result.end_mlflow_run_on_error(sweep, own):
             raise OSError("full")
     assert store.client.get_run(own).info.status == "FAILED"

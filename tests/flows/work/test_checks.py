@@ -11,21 +11,21 @@ from flows.work import checks
 from flows.work.checks import check_before_plan, check_before_start, check_evaluation, require_root
 from flows.work.plan import make_plan
 from flows.work.slots import Slots
-from rlcore.config import RunConfig, SuiteConfig
+from rlcore.config import SuiteConfig
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.storage.disk import RoomReport
 from tests.flows.conftest import changed
 
 
-def test_unwritable_root_is_reported_with_existing_folder(tmp_path: Path) -> None:
+def test_unwritable_root_is_reported_with_existing_folder(tmp_path):
     require_root(tmp_path / "not" / "there")
     assert list(tmp_path.iterdir()) == []
-    message = "paths.root: must be writable, and /proc is not (for /proc/no/such). Make it "
-    with pytest.raises(DataError, match=f"^{re.escape(message)}writable, or choose another paths.root.$"):
+    message = "paths.root: must be writable, and /proc is not (for /proc/no/such). Make it writable, or choose another "
+    with pytest.raises(DataError, match=f"^{re.escape(message)}paths.root.$"):
         require_root(Path("/proc/no/such"))
 
 
-def test_missing_space_is_reported_for_each_disk(config: RunConfig) -> None:
+def test_missing_space_is_reported_for_each_disk(config):
     plan = make_plan(config)
     enough, other = RoomReport(Path("/a"), 5, 5, 10), RoomReport(Path("/c"), 1, 0, 9, free_files=0)
     short = RoomReport(Path("/b"), 5_000, 6, 10)
@@ -39,7 +39,7 @@ def test_missing_space_is_reported_for_each_disk(config: RunConfig) -> None:
     check_before_start(config, replace(plan, disk=replace(disk, file_systems=(enough,))))
 
 
-def test_more_ranks_than_slots_are_refused(config: RunConfig) -> None:
+def test_more_ranks_than_slots_are_refused(config):
     Slots(Path(config.paths.root)).set_devices([""])
     check_before_start(config, make_plan(config))
     wide = changed(config, "runtime", num_workers=2)
@@ -49,7 +49,7 @@ def test_more_ranks_than_slots_are_refused(config: RunConfig) -> None:
         check_before_start(wide, make_plan(config))
 
 
-def test_device_file_counts_as_gpu(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_file_counts_as_gpu(config, monkeypatch):
     def require(**more: object) -> None:
         checks.require_device(changed(config, "runtime", **{"device": "cuda", **more}))
 
@@ -66,29 +66,30 @@ def test_device_file_counts_as_gpu(config: RunConfig, monkeypatch: pytest.Monkey
     require()
 
 
-def test_custom_functions_are_checked_before_the_plan(config: RunConfig) -> None:
+def test_custom_functions_are_checked_before_the_plan(config):
     check_before_plan(config)
-    for key, message in (("scorer", r"^data\.scorer: "), ("environment", r"^data\.environment: ")):
-        data = config.data.model_copy(update={key: "no_such_module:function"})
-        with pytest.raises(ConfigError, match=message):
-            check_before_plan(config.model_copy(update={"data": data}))
-    with pytest.raises(ConfigError, match=r"^episode\.tools: "):
-        check_before_plan(changed(config, "episode", tools=("no_such_module:tool",)))
+    absent = "no_such_module:function"
+    for section, key, value in (
+        ("data", "scorer", absent),
+        ("data", "environment", absent),
+        ("episode", "tools", (absent,)),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{section}\.{key}: "):
+            check_before_plan(changed(config, section, **{key: value}))
 
 
-def test_evaluation_needs_device_and_suite_functions(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_needs_device_and_suite_functions(config, monkeypatch):
     check_evaluation(config)
-    data = config.data.model_copy(update={"scorer": "no_such_module:score"})
-    validation = config.validation.model_copy(update={"suites": (SuiteConfig(name="sums", data=data),)})
+    suite = SuiteConfig(name="sums", data=changed(config, "data", scorer="no_such_module:score").data)
     with pytest.raises(ConfigError, match=r"^data\.scorer: "):
-        check_evaluation(config.model_copy(update={"validation": validation}))
+        check_evaluation(changed(config, "validation", suites=(suite,)))
     monkeypatch.setattr(checks, "first_gpu", lambda: None)
     monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*",))
     with pytest.raises(ConfigError, match="got cuda, and this machine has none"):
         check_evaluation(changed(config, "runtime", device="cuda"))
 
 
-def test_only_ray_runs_check_the_cluster(config: RunConfig) -> None:
+def test_only_ray_runs_check_the_cluster(config):
     def require(backend: str) -> None:
         checks.require_machine(changed(config, "runtime", backend=backend, ray_address="127.0.0.1:9"))
 

@@ -21,17 +21,15 @@ def looked_at(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_doctor_reports_absent_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_absent_server(monkeypatch, capsys):
     """vLLM is hidden: its import takes as long as everything else."""
     import torch
 
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     monkeypatch.setitem(sys.modules, "vllm", None)
     lines = looked_at(capsys)
-    assert lines["Prefect server"]["level"] == "error"
     assert "Unset it" in lines["Prefect server"]["remedy"]
-    names = {"Python", "torch", "memory", "vLLM", "Prefect", "ports"}
-    assert names <= lines.keys()
+    assert {"Python", "torch", "memory", "vLLM", "Prefect", "ports"} <= lines.keys()
     assert [name for name, line in lines.items() if line["level"] == "error"] == ["Prefect server"]
     assert all(line["remedy"] or line["level"] == "ok" for line in lines.values())
     assert lines["vLLM"]["found"].startswith("none: only rollout=hf")
@@ -43,12 +41,12 @@ def test_doctor_reports_absent_server(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.lengthy
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
-def test_vllm_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_is_imported(monkeypatch, capsys):
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     assert looked_at(capsys)["vLLM"]["level"] == "ok"
 
 
-def test_package_is_checked_against_range_and_tested_version() -> None:
+def test_package_is_checked_against_range_and_tested_version():
     here = metadata.version("numpy")
 
     def check(wanted: str, tested: dict[str, str]) -> doctor.CheckResult:
@@ -62,19 +60,18 @@ def test_package_is_checked_against_range_and_tested_version() -> None:
     assert doctor.tested_versions(REPOSITORY / "constraints.txt")["hydra-core"] == "1.3.8"
 
 
-def test_unsupported_and_busy_gpus_are_reported() -> None:
+def test_unsupported_and_busy_gpus_are_reported():
     gpus = (Gpu("new", (12, 0), 80, 80), Gpu("busy", (9, 0), 10, 80), Gpu("good", (8, 6), 80, 80))
     lines = list(doctor.check_gpus(Devices("2", "13.0", ("sm_80", "sm_90"), gpus)))
     assert [line.level for line in lines] == ["error", "warning", "ok"]
     assert "torch has code for sm_80, sm_90" in lines[0].found
 
 
-def test_proxy_for_loopback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_for_loopback_is_reported(monkeypatch):
     for name in ("ALL_PROXY", "all_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     (line,) = doctor.check_ports()
     assert (line.level, "no_proxy=127.0.0.1,localhost" in line.remedy) == ("warning", True)
     monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
-    (line,) = doctor.check_ports()
-    assert line.level == "ok"
+    assert [line.level for line in doctor.check_ports()] == ["ok"]

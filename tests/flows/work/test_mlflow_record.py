@@ -25,9 +25,7 @@ from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.user_code import code_for_run
 
 
-def test_run_that_ends_before_its_first_step_has_final_status(
-    artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_that_ends_before_its_first_step_has_final_status(artifacts_root, monkeypatch):
     monkeypatch.setattr(mlflow_record, "END_WAIT_S", 180.0)  # a busy machine creates tables slowly
     size = ["data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
     size.append("tags.from='http://me:SECRET@host'")
@@ -42,12 +40,11 @@ def test_run_that_ends_before_its_first_step_has_final_status(
         page = client.get_run(known.mlflow_run_id)
         assert page.info.status == status
         assert page.data.tags["code_fingerprint"] == code_for_run(config).fingerprint
-        kept = client.list_artifacts(known.mlflow_run_id, "lineage/code/millrace-source/data")
-        assert "lineage/code/millrace-source/data/countdown.py" in {file.path for file in kept}
+        kept = client.list_artifacts(known.mlflow_run_id, folder := "lineage/code/millrace-source/data")
+        assert f"{folder}/countdown.py" in {file.path for file in kept}
         settings = Path(client.download_artifacts(known.mlflow_run_id, "config/settings.yaml")).read_text()
-        assert "http://me:***@host" in settings
         assert "SECRET" not in settings
-        assert "total_steps: 2\n" in settings
+        assert ("http://me:***@host" in settings, "total_steps: 2\n" in settings) == (True, True)
         inputs = [({tag.key: tag.value for tag in one.tags}, one.dataset) for one in page.inputs.dataset_inputs]
         assert {(tags["mlflow.data.context"], data.name, data.digest) for tags, data in inputs} == {
             ("training", "countdown", rows.directory.name),
@@ -80,9 +77,7 @@ def away(artifacts_root: Path) -> RunConfig:
     return load_config(["experiment=debug", f"paths.root={artifacts_root}", AWAY])
 
 
-def test_nothing_is_sent_without_tracking_or_change(
-    away: RunConfig, artifacts_root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_sent_without_tracking_or_change(away, artifacts_root, caplog):
     caplog.set_level(logging.INFO, logger="flows.work.mlflow_record")
     paths = f"paths.root={artifacts_root}"
     silent = load_config(["experiment=debug", paths, "tracking.enabled=false"])
@@ -106,7 +101,7 @@ def test_nothing_is_sent_without_tracking_or_change(
     assert [one for one in caplog.messages if "MLflow" in one] == []
 
 
-def test_unreachable_store_is_logged_once_per_part(away: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_store_is_logged_once_per_part(away, caplog):
     rest = "The training is not affected; repeat the command to send the rest"
     with open_run(away, ()) as run, MlflowRecord(run, {}) as record:
         known = MlflowContents("", "", "", "other settings", "other report", "").write(run.layout)
@@ -114,10 +109,8 @@ def test_unreachable_store_is_logged_once_per_part(away: RunConfig, caplog: pyte
         record.start(ROWS, ROWS)
         assert record.finish(None, LAST, BEST) == known
     message = [one for one in caplog.messages if one.startswith("MLflow has not received")]
-    assert [one.partition(": ")[0] for one in message] == [
-        "MLflow has not received the settings and datasets of the run",
-        "MLflow has not received the results of the run",
-    ]
+    parts = [f"MLflow has not received the {part} of the run" for part in ("settings and datasets", "results")]
+    assert [one.partition(": ")[0] for one in message] == parts
     assert all("oddsql://host/runs" in one and one.endswith(rest) for one in message)
     assert MlflowContents.read(run.layout) == known
 
@@ -132,10 +125,7 @@ def test_unreachable_store_is_logged_once_per_part(away: RunConfig, caplog: pyte
         ("{}", "other", None, True),
     ],
 )
-def test_end_of_run_is_sent_where_a_part_is_missing(
-    away: RunConfig, report: str, models: str, given: ReportPage | None, is_sent: bool,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_end_of_run_is_sent_where_a_part_is_missing(away, report, models, given, is_sent, caplog):
     with open_run(away, ()) as run:
         has = report.format(report_fingerprint(run.layout))
         weights = models_digest(away, LAST, BEST) if models == "same" else models
@@ -146,7 +136,7 @@ def test_end_of_run_is_sent_where_a_part_is_missing(
     assert any("MLflow has not received the results of the run" in one for one in caplog.messages) == is_sent
 
 
-def test_run_unknown_to_mlflow_ends_without_request(away: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_unknown_to_mlflow_ends_without_request(away, caplog):
     caplog.set_level(logging.INFO)
     for known, number in ((MlflowContents(), 0), (MlflowContents("1"), 1)):
         with suppress(ModelError), open_run(away, ()) as run:

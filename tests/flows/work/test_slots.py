@@ -1,7 +1,6 @@
 """Slots of a root: order and yielding."""
 
 import json
-from pathlib import Path
 from random import Random
 from threading import Thread
 
@@ -37,16 +36,15 @@ def fail_on_wait(reason: str) -> None:
     raise AssertionError(reason)
 
 
-def test_root_without_slots_limits_no_run(tmp_path: Path) -> None:
+def test_root_without_slots_limits_no_run(tmp_path):
     slots = Slots(tmp_path)
-    assert [slots.acquire(request(name), fail_on_wait).descriptors for name in "abc"] == [[], [], []]
-    held = slots.acquire(request("d"), fail_on_wait)
-    assert not held.must_yield()
-    held.release()
+    for held in [slots.acquire(request(name), fail_on_wait) for name in "abc"]:
+        assert (held.descriptors, held.must_yield()) == ([], False)
+        held.release()
     assert not slots.folder.exists()
 
 
-def test_order_is_by_priority_then_time(tmp_path: Path) -> None:
+def test_order_is_by_priority_then_time(tmp_path):
     slots = Slots(tmp_path)
     slots.set_devices(["0", "0"])
     first = slots.acquire(request("first", 2), fail_on_wait)
@@ -70,7 +68,7 @@ def test_order_is_by_priority_then_time(tmp_path: Path) -> None:
     assert slots.read_state() == SlotState(("0", "0"), {}, ())
 
 
-def test_must_yield_matches_a_naive_twin() -> None:
+def test_must_yield_matches_a_naive_twin():
     random = Random(0)
     seen = set()
     for _ in range(500):
@@ -80,10 +78,8 @@ def test_must_yield_matches_a_naive_twin() -> None:
             one = request(f"h{at}", size, random.randint(0, 3), random.random())
             holders |= dict.fromkeys(range(at, at + size), one)
             at += size
-        waiting = [
-            request(f"w{i}", random.randint(1, 2), random.randint(0, 4), random.random())
-            for i in range(random.randint(0, 3))
-        ]
+        numbers = range(random.randint(0, 3))
+        waiting = [request(f"w{i}", random.randint(1, 2), random.randint(0, 4), random.random()) for i in numbers]
         state = SlotState(("",) * num_slots, holders, tuple(sorted(waiting, key=lambda one: one.order)))
         for holder in set(holders.values()):
             left = num_slots - len(holders)
@@ -94,7 +90,7 @@ def test_must_yield_matches_a_naive_twin() -> None:
     assert seen == {False, True}
 
 
-def test_wait_reason() -> None:
+def test_wait_reason():
     first, second = request("first", 2), request("second", 3, priority=1)
     mine = request("mine", 2, since=5)
     state = SlotState(("0", "0", "1", "1"), {0: first, 1: first, 2: second}, (mine, request("later", since=6)))
@@ -107,25 +103,23 @@ def test_wait_reason() -> None:
         assert found.wait_reason(mine) == f"waits for {text}"
 
 
-def test_trainer_sees_devices_of_its_slots(tmp_path: Path) -> None:
+def test_trainer_sees_devices_of_its_slots(tmp_path):
     slots = Slots(tmp_path)
     slots.set_devices(["0", "", "1", "1"])
-    first = slots.acquire(request("first"), fail_on_wait)
-    cpu = slots.acquire(request("cpu"), fail_on_wait)
-    wide = slots.acquire(request("wide", 2), fail_on_wait)
-    devices = [one.environment.get("CUDA_VISIBLE_DEVICES") for one in (first, cpu, wide)]
-    assert devices == ["0", None, "1"]
-    assert [len(one.descriptors) for one in (first, cpu, wide)] == [1, 1, 2]
+    wanted = (request("first"), request("cpu"), request("wide", 2))
+    first, cpu, wide = held = [slots.acquire(one, fail_on_wait) for one in wanted]
+    assert [one.environment.get("CUDA_VISIBLE_DEVICES") for one in held] == ["0", None, "1"]
+    assert [len(one.descriptors) for one in held] == [1, 1, 2]
     assert [one.run_id for _, one in sorted(slots.read_state().holders.items())] == ["first", "cpu", "wide", "wide"]
     first.release()
     cpu.release()
     both = slots.acquire(request("both", 2), fail_on_wait)
     assert both.environment == {"CUDA_VISIBLE_DEVICES": "0"}
-    for held in (both, wide, wide):
-        held.release()
+    for one in (both, wide, wide):
+        one.release()
 
 
-def test_holder_yields_to_higher_priority_only(tmp_path: Path) -> None:
+def test_holder_yields_to_higher_priority_only(tmp_path):
     slots = Slots(tmp_path)
     slots.set_devices([""])
     held = slots.acquire(request("low"), fail_on_wait)
@@ -143,7 +137,7 @@ def test_holder_yields_to_higher_priority_only(tmp_path: Path) -> None:
     assert not held.must_yield()
 
 
-def test_locked_slot_without_request_is_taken(tmp_path: Path) -> None:
+def test_locked_slot_without_request_is_taken(tmp_path):
     slots = Slots(tmp_path)
     slots.set_devices(["", ""])
     lock = FileLock(slots.path(1))
@@ -155,7 +149,7 @@ def test_locked_slot_without_request_is_taken(tmp_path: Path) -> None:
     slots.require(2)
 
 
-def test_full_disk_leaves_no_slot_taken(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_slot_taken(tmp_path):
     with mounted(tmp_path) as disk:
         slots = Slots(disk)
         slots.set_devices(["", ""])
@@ -172,7 +166,7 @@ def test_full_disk_leaves_no_slot_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 0])
-def test_slots_removed_during_a_wait(tmp_path: Path, number: int) -> None:
+def test_slots_removed_during_a_wait(tmp_path, number):
     slots = Slots(tmp_path)
     slots.set_devices(["", ""])
     held = slots.acquire(request("first", 2), fail_on_wait)
@@ -192,7 +186,7 @@ def test_slots_removed_during_a_wait(tmp_path: Path, number: int) -> None:
     held.release()
 
 
-def test_waiting_run_is_listed_with_reason(tmp_path: Path) -> None:
+def test_waiting_run_is_listed_with_reason(tmp_path):
     slots, run_dir = Slots(tmp_path), tmp_path / "runs" / "second"
     slots.set_devices([""])
     run_dir.mkdir(parents=True)
@@ -214,26 +208,26 @@ def test_waiting_run_is_listed_with_reason(tmp_path: Path) -> None:
         assert (status.state, status.note) == ("waiting", "waits for slots")
 
 
-def test_wrong_slot_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_slot_settings_are_reported(tmp_path, capsys):
     slots_command(tmp_path, gpus="1,3", per_gpu=2, as_json=True)
     assert json.loads(capsys.readouterr().out)["devices"] == ["1", "1", "3", "3"]
     holder = Slots(tmp_path).acquire(request("first"), fail_on_wait)
     slots_command(tmp_path)
-    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    assert rows == [["0", "1", "taken", "first", "0", rows[0][5], ""]] + [
-        [str(number), gpu, "free", "", "", "", ""] for number, gpu in ((1, "1"), (2, "3"), (3, "3"))
-    ]
+    first, *rows = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    assert first == ["0", "1", "taken", "first", "0", first[5], ""]
+    assert rows == [[number, gpu, "free", "", "", "", ""] for number, gpu in (("1", "1"), ("2", "3"), ("3", "3"))]
     holder.release()
     for gpus in ("all", "0,0", "-1", ""):
         with pytest.raises(ConfigError, match="--gpus: must be different numbers"):
             slots_command(tmp_path, gpus=gpus, per_gpu=1)
     with pytest.raises(ConfigError, match=r"runtime.num_workers: must be at most the slots of .*, which has 4; got 5"):
         Slots(tmp_path).require(5)
-    (tmp_path / "slots" / "slots.json").unlink()
-    (tmp_path / "slots" / "slots.json").mkdir()
+    file = tmp_path / "slots" / "slots.json"
+    file.unlink()
+    file.mkdir()
     assert exit_code(Slots(tmp_path).read_state) == 1
-    assert capsys.readouterr().err == f"{tmp_path}/slots/slots.json: is no ordinary file\n"
-    (tmp_path / "slots" / "slots.json").rmdir()
-    (tmp_path / "slots" / "slots.json").write_text("{")
+    assert capsys.readouterr().err == f"{file}: is no ordinary file\n"
+    file.rmdir()
+    file.write_text("{")
     with pytest.raises(DataError, match="is damaged"):
         Slots(tmp_path).read_state()

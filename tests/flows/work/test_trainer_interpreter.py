@@ -16,7 +16,7 @@ from flows.work.trainer import trainer_variables
 from rlcore.errors import ConfigError
 from rlcore.runtime.interpreter import trainer_environment
 from rlcore.tracking.lineage import read_origin
-from tests.flows.conftest import SMALL, Millrace, Reference, in_this_process, mlflow_rows, numbers
+from tests.flows.conftest import SMALL, in_this_process, mlflow_rows, numbers
 
 FLOWS_ALONE = ("prefect", "mlflow", "fastapi", "hydra", "optuna", "sqlalchemy", "matplotlib", "datasets")
 
@@ -41,31 +41,30 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin" / "python")
 
 
-def test_trainer_of_another_environment(python: str, millrace: Millrace, reference: Reference) -> None:
+def test_trainer_of_another_environment(python, millrace, reference):
     done = millrace("run", *SMALL, f"runtime.python={python}", "reward.num_processes=1", code=0)
-    assert "the trainer imports" not in done.out + done.err
+    assert "the trainer imports" not in done.text
     run_dir = millrace.run_dir()
     assert numbers(run_dir) == numbers(reference.run_dir)
     assert mlflow_rows(millrace.root, "select status from runs") == [("FINISHED",)]
     tags = dict(mlflow_rows(millrace.root, "select key, value from tags"))
     origin = read_origin(run_dir)
-    assert origin is not None
     for found in (origin.environment, {name.removeprefix("env."): value for name, value in tags.items()}):
         assert (found["datasets"], found["flow.datasets"]) == ("99.0", metadata.version("datasets"))
         assert found["prefect"] == metadata.version("prefect"), "only this environment uses it"
         assert not any(name.startswith("flow.") and name != "flow.datasets" for name in found)
     exported = millrace.root / "exported"
     millrace("checkpoints", run_dir.name, "--root", str(millrace.root), "--export", str(exported), code=0)
-    last = (run_dir / "model" / "model.safetensors").read_bytes()
-    assert (exported / "model.safetensors").read_bytes() == last
+    one, other = ((folder / "model.safetensors").read_bytes() for folder in (exported, run_dir / "model"))
+    assert one == other
 
 
-def test_flow_loads_no_torch() -> None:
+def test_flow_loads_no_torch():
     code = "import sys, flows.pipeline, flows.sweep.flow; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
-def test_plan_and_doctor_show_both_environments(python: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_doctor_show_both_environments(python, capsys):
     done = in_this_process(capsys, "run", "experiment=debug", f"runtime.python={python}", "--dry-run", "--json")
     versions = json.loads(done.out)["versions"]
     assert (versions["datasets"], versions["flow.datasets"]) == ("99.0", metadata.version("datasets"))
@@ -76,7 +75,7 @@ def test_plan_and_doctor_show_both_environments(python: str, capsys: pytest.Capt
     assert {"packages of flows", "packages of trainer", "torch"} <= found.keys()
 
 
-def test_unusable_interpreters_are_refused(tmp_path: Path) -> None:
+def test_unusable_interpreters_are_refused(tmp_path):
     bare = make_environment(tmp_path / "bare")
     (bare / "ours.pth").unlink()
     no_python = tmp_path / "echo"
@@ -91,7 +90,7 @@ def test_unusable_interpreters_are_refused(tmp_path: Path) -> None:
             trainer_environment(str(file))
 
 
-def test_other_millrace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_millrace_is_refused(tmp_path, monkeypatch):
     """Both sides are installed, so that no checkout is shared."""
     for name in ("here", "there"):
         packages = make_environment(tmp_path / name)
@@ -99,8 +98,7 @@ def test_other_millrace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             shutil.copytree(SOURCE_FOLDER / package, packages / package)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     programs = [str(tmp_path / name / "bin" / "python") for name in ("here", "there")]
-    code = "from rlcore.runtime.interpreter import trainer_environment as ask; "
-    code += f"print(ask({programs[1]!r}).path)"
+    code = f"from rlcore.runtime.interpreter import trainer_environment as ask; print(ask({programs[1]!r}).path)"
     command = [programs[0], "-P", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert str(tmp_path / "here") not in done.stdout
@@ -109,9 +107,7 @@ def test_other_millrace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "runtime.python: must have the same Millrace as this process; got" in done.stderr
 
 
-def test_path_of_trainer_has_own_packages_before_folder(
-    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_of_trainer_has_own_packages_before_folder(python, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["/first", *sys.path])
     places = trainer_variables(python)["PYTHONPATH"].split(os.pathsep)

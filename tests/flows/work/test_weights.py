@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from flows.work.weights import export_to, push, write_card
 from rlcore.errors import CheckpointError
 from rlcore.report.record import read_run
-from tests.flows.conftest import Finished, Millrace, ended, in_this_process
+from tests.flows.conftest import Millrace, ended, in_this_process
 from tests.helpers.hub_server import Hub, Repository, serving, use_hub
 from tests.helpers.sessions import run_to_the_end
 from tests.helpers.small_run import SmallRun, prepare
@@ -46,21 +46,14 @@ def hub() -> Iterator[Hub]:
         yield server
 
 
-def export(run: SmallRun, folder: Path, *words: str, port: int) -> Finished:
-    environment = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(folder.parent / "hf"),
-    }  # fmt: skip
-    words = ("checkpoints", str(run.layout.run_dir), "--export", str(folder), *words)
-    return ended(Millrace(Path(run.config.paths.root), environment).start(*words, spawned=True), None)
-
-
-def test_push_uploads_a_private_model_with_its_card(
-    run: SmallRun, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_push_uploads_a_private_model_with_its_card(run, hub, tmp_path, monkeypatch):
     folder = tmp_path / "model"
-    done = export(run, folder, "--push", "me/small", port=hub.port)
-    assert done.code == 0, done.err
+    environment = {
+        "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+    }  # fmt: skip
+    words = ("checkpoints", str(run.layout.run_dir), "--export", str(folder), "--push", "me/small")
+    done = ended(Millrace(Path(run.config.paths.root), environment).start(*words, spawned=True), 0)
     assert f"pushed to {hub.endpoint}/me/small, private" in done.out
     assert [(one["name"], one["visibility"]) for one in hub.created] == [("small", "private")]
     repository = hub.repositories["me/small"]
@@ -79,7 +72,7 @@ def test_push_uploads_a_private_model_with_its_card(
     assert TOKEN not in "".join(file.read_text() for file in run.layout.run_dir.glob("*.json*"))
 
 
-def test_card_has_the_scores_of_the_step_and_the_origin(run: SmallRun, tmp_path: Path) -> None:
+def test_card_has_the_scores_of_the_step_and_the_origin(run, tmp_path):
     export_to(run.config, run.layout, "1", tmp_path / "model")
     write_card(run.layout, tmp_path / "model", "me/small", tmp_path)
     card = ModelCard.load(tmp_path / "model" / "README.md")
@@ -102,12 +95,9 @@ def test_card_has_the_scores_of_the_step_and_the_origin(run: SmallRun, tmp_path:
     assert sets == {"countdown", "held"}
 
 
-def test_card_has_evaluations_of_the_checkpoint(
-    run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = Path(run.config.paths.root)
-    folder = str(run.layout.run_dir)
-    done = in_this_process(capsys, "eval", f"{folder}@1", "--suite", str(root / "held.yaml"), "--json")
+def test_card_has_evaluations_of_the_checkpoint(run, tmp_path, capsys):
+    folder, suite = str(run.layout.run_dir), f"{run.config.paths.root}/held.yaml"
+    done = in_this_process(capsys, "eval", f"{folder}@1", "--suite", suite, "--json")
     assert done.code == 0, done.err
     (evaluated,) = json.loads(done.out)["evaluations"]
     done = in_this_process(capsys, "checkpoints", folder, "--export", str(tmp_path / "model"), "--checkpoint", "1")
@@ -135,9 +125,7 @@ def exported(run: SmallRun, hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
         ("me/taken", TOKEN, r"--push me/taken: must be a new repository, and this one has files"),
     ],
 )
-def test_refused_upload_is_one_error_and_the_folder_stays(
-    hub: Hub, exported: Path, monkeypatch: pytest.MonkeyPatch, repository: str, token: str, message: str
-) -> None:
+def test_refused_upload_is_one_error_and_the_folder_stays(hub, exported, monkeypatch, repository, token, message):
     monkeypatch.setenv("HF_TOKEN", token)
     before = sorted(exported.iterdir())
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -148,18 +136,17 @@ def test_refused_upload_is_one_error_and_the_folder_stays(
     assert hub.repositories["me/taken"].refs == {"main": "1" * 40}
 
 
-def test_missing_network_is_one_error(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_network_is_one_error(exported, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{CLOSED_PORT}")
-    with pytest.raises(CheckpointError, match=r"--push me/small: .*\(ConnectError: .*refused\). .*the network"):
-        push(exported, "me/small", private=True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match=r"--push me/small: .*OfflineModeIsEnabled"):
-        push(exported, "me/small", private=True)
+    for is_offline, why in ((False, r"\(ConnectError: .*refused\). .*the network"), (True, "OfflineModeIsEnabled")):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+        with pytest.raises(CheckpointError, match=rf"--push me/small: .*{why}"):
+            push(exported, "me/small", private=True)
     assert (exported / "model.safetensors").is_file()
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the client's own call
-def test_interrupted_upload_is_repeated_into_its_empty_repository(hub: Hub, exported: Path) -> None:
+def test_interrupted_upload_is_repeated_into_its_empty_repository(hub, exported):
     assert push(exported, "me/empty", private=False) == f"{hub.endpoint}/me/empty"
     repository = hub.repositories["me/empty"]
     assert "model.safetensors" in repository.commits[repository.refs["main"]]
@@ -168,26 +155,16 @@ def test_interrupted_upload_is_repeated_into_its_empty_repository(hub: Hub, expo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        *(
-            (["--export", "model", "--push", name], "--push: must be OWNER/NAME")
-            for name in ("small", "me/", "me/../../small", "me/a b", "https://hub/me/small")
-        ),
-        (
-            ["--export", "model", "--push", "me/small"],
-            "--push me/small: needs a token that may write; got none.",
-        ),
+        *((["--export", "model", "--push", name], "--push: must be OWNER/NAME")
+          for name in ("small", "me/", "me/../../small", "me/a b", "https://hub/me/small")),
+        (["--export", "model", "--push", "me/small"], "--push me/small: needs a token that may write; got none."),
         (["--push", "me/small"], "add --"),
         (["--public"], "add --"),
     ],
-)
-def test_mistakes_are_reported_before_the_export(
-    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: list[str], message: str,
-) -> None:  # fmt: skip
+)  # fmt: skip
+def test_mistakes_are_reported_before_the_export(run, tmp_path, monkeypatch, capsys, words, message):
     use_hub(monkeypatch, tmp_path, CLOSED_PORT)
     monkeypatch.chdir(tmp_path)
     done = in_this_process(capsys, "checkpoints", str(run.layout.run_dir), *words)
-    assert done.code == 2
-    assert message in done.err
-    assert len(done.err.strip().splitlines()) == 1
+    assert (done.code, message in done.err, len(done.err.strip().splitlines())) == (2, True, 1), done
     assert not (tmp_path / "model").exists()
