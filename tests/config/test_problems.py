@@ -42,10 +42,9 @@ def test_nearest_prefers_first_of_equals():
     assert nearest("warm_startlr", ["warm_start.lr"]) == "warm_start.lr", "a dot was left out"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "null"), (True, "true"), (1e-6, "1e-06"), ("", "''"), ("off", "off"), ({"a": [1, None]}, "{a:[1,null]}")],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (None, "null"), (True, "true"), (1e-6, "1e-06"), ("", "''"), ("off", "off"), ({"a": [1, None]}, "{a:[1,null]}"),
+])  # fmt: skip
 def test_format_value(value, text):
     assert format_value(value) == text
     assert (format_value("x" * 61), format_value("x" * 60)) == ("x" * 57 + "...", "x" * 60)

@@ -49,11 +49,8 @@ def test_sweeps_in_conf_load_and_begin_with_command(name):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "sweep: is empty"),
-    ("grid: {}", "grid: is empty"),
-    ("grid: {optim.lr: []}", "grid.optim.lr: is empty"),
-    ("list: []", "list: is empty"),
-    ("list: [{}]", "list.1: is empty"),
+    ("", "sweep: is empty"), ("grid: {}", "grid: is empty"), ("grid: {optim.lr: []}", "grid.optim.lr: is empty"),
+    ("list: []", "list: is empty"), ("list: [{}]", "list.1: is empty"),
     ("grid: {optim.lr: [1]}\nlist: [{optim.lr: 1}]", "sweep: has more than one way"),
     ("list: [{optim.lr: 1e-3}, {optim.lr: 0.001}]", "sweep: has two points that are the same run"),
     ("grid: {trainer.total_steps: [2, 4]}", "sweep: has two points that are the same run"),
@@ -62,8 +59,7 @@ def test_sweeps_in_conf_load_and_begin_with_command(name):
     ("grid: {optim.lr: [1e-3]}\nobjective: {metric: reward/mean_at_3}",
      "objective.metric: must be a metric of the validation; got reward/mean_at_3. Did you mean reward/mean_at_2?"),
     ("grid: {optim.lr: [1e-3]}\nobjective: {direction: up}", "objective.direction: must be 'maximize'"),
-    ("grid: {paths.root: [a, b]}", "paths.root: cannot be swept"),
-    ("grid: {seed: [1, 2]}", "seed: cannot be swept"),
+    ("grid: {paths.root: [a, b]}", "paths.root: cannot be swept"), ("grid: {seed: [1, 2]}", "seed: cannot be swept"),
     ("grid: {experiment: [debug]}", "experiment: cannot be swept; got experiment in grid. A sweep varies one"),
     ("grid: {optim.lrr: [1]}", "optim.lrr: there is no such setting; got optim.lrr in grid. Did you mean optim.lr?"),
     ("seed: 3\ngrid: {optim.lr: [1]}", "seed: a sweep has no such key; got 3. Did you mean seeds?"),
@@ -140,8 +136,7 @@ def test_grid_size_is_limited(load, mistakes, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [
-    "grid: {optim.lr: [1e-3]}\nseeds: [0, 2147483647]",
-    EARLY + "pruning: {every_steps: 2, confidence: 0.9}",
+    "grid: {optim.lr: [1e-3]}\nseeds: [0, 2147483647]", EARLY + "pruning: {every_steps: 2, confidence: 0.9}",
     "grid: {trainer.total_steps: [4, 8]}\noverrides: [optim.schedule=cosine]\npruning: {every_steps: 2}",
 ])  # fmt: skip
 def test_valid_sweep_loads(load, text):

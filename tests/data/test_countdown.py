@@ -63,34 +63,24 @@ def test_search_solutions_have_wrong_equations_before_the_right_one():
     assert min(tries.values()) > 100
 
 
-@pytest.mark.parametrize(
-    ("response", "total"),
-    [
-        (tagged("(8 - 3) * 2"), 1.0),
-        ("so <answer>2*(8-3)</answer>", 1.0),
-        ("<think> hm <answer> 1 </answer> no </think>" + tagged("(8-3)*2") + "\nthat is it.", 1.0),
-        (tagged("(8 - 3) * 2") + " or <answer> 8", 1.0),
-        (tagged("(8 - 3) * 2") + " or " + tagged("8 + 3"), 0.1),
-        *((tagged(text), 0.1) for text in ("8 + 3 + 2", "8 + 2", "(8 - 3) * 2 + 2 - 2", "8 / (3 - 3)", "10")),
-        ("(8 - 3) * 2", 0.0),
-        ("<answer> (8 - 3) * 2", 0.0),
-        ("</answer> (8 - 3) * 2 <answer>", 0.0),
-        *((tagged(text), 0.0) for text in ("(8 - 3) * 2 = 10", "", "-3 + 8", "2 ** 3", "8 // 3", "8 % 3", "5.0 * 2")),
-        *((tagged(text), 0.0) for text in ("__import__('os').abort()", "\u0668 - 3", "8 \u2212 3", "9**9**9")),
-        (tagged("(" * 10_000 + "8" + ")" * 10_000), 0.0),
-        (tagged("8 + " * 250_000 + "8"), 0.0),
-        ("<answer>" * 100_000, 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("response", "total"), [
+    (tagged("(8 - 3) * 2"), 1.0), ("so <answer>2*(8-3)</answer>", 1.0),
+    ("<think> hm <answer> 1 </answer> no </think>" + tagged("(8-3)*2") + "\nthat is it.", 1.0),
+    (tagged("(8 - 3) * 2") + " or <answer> 8", 1.0), (tagged("(8 - 3) * 2") + " or " + tagged("8 + 3"), 0.1),
+    *((tagged(text), 0.1) for text in ("8 + 3 + 2", "8 + 2", "(8 - 3) * 2 + 2 - 2", "8 / (3 - 3)", "10")),
+    ("(8 - 3) * 2", 0.0), ("<answer> (8 - 3) * 2", 0.0), ("</answer> (8 - 3) * 2 <answer>", 0.0),
+    *((tagged(text), 0.0) for text in ("(8 - 3) * 2 = 10", "", "-3 + 8", "2 ** 3", "8 // 3", "8 % 3", "5.0 * 2")),
+    *((tagged(text), 0.0) for text in ("__import__('os').abort()", "\u0668 - 3", "8 \u2212 3", "9**9**9")),
+    (tagged("(" * 10_000 + "8" + ")" * 10_000), 0.0), (tagged("8 + " * 250_000 + "8"), 0.0),
+    ("<answer>" * 100_000, 0.0), ("", 0.0),
+])  # fmt: skip
 def test_tagged_responses_are_scored(response, total):
     assert score(response, TRUTH).total == total
 
 
-@pytest.mark.parametrize(
-    ("response", "total", "well_formed"),
-    [("(8 - 3) * 2", 1.0, 1.0), (" 2*(8-3)\n", 1.0, 1.0), ("8 + 3 + 2", 0.0, 1.0), (tagged("(8 - 3) * 2"), 0.0, 0.0)],
-)
+@pytest.mark.parametrize(("response", "total", "well_formed"), [
+    ("(8 - 3) * 2", 1.0, 1.0), (" 2*(8-3)\n", 1.0, 1.0), ("8 + 3 + 2", 0.0, 1.0), (tagged("(8 - 3) * 2"), 0.0, 0.0),
+])  # fmt: skip
 def test_bare_responses_are_scored(response, total, well_formed):
     found = score(response, {**TRUTH, "form": "bare"})
     assert (found.total, found.parts["format"]) == (total, well_formed)

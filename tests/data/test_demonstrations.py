@@ -99,9 +99,7 @@ def test_omitted_rows_are_counted_by_reason(chat_tokenizer: Path, base_tokenizer
 
 
 @pytest.mark.parametrize(("number", "wanted", "expected"), [(19, 5, 1), (20, 5, 2), (20, 1, 1), (9, 5, 0)])
-def test_seed_chooses_the_held_out_rows(
-    base_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, wanted: int, expected: int
-) -> None:
+def test_seed_chooses_the_held_out_rows(base_tokenizer, tmp_path, monkeypatch, number, wanted, expected):
     monkeypatch.setattr("data.demonstrations.ROWS_PER_GROUP", 8)
     rows = [{"prompt": f"{n} is", "completion": f" {n}."} for n in range(number)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -132,25 +130,19 @@ def test_prompts_and_completions_must_be_text(base_tokenizer: Path, tmp_path: Pa
             tokenized(file, base_tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("change", "rows", "problem"),
-    [
-        (("for m in messages", "for m in messages[-2:]"), TALKS,
-         r"line 2: the chat template of .* drops or changes response 0 .*differently before the turns that follow"),
-        (("m.content", "(m.content if m.role == 'user' else '')"), TALKS,
-         r"line 1: the chat template of .* drops or changes response 0 .*does not write it as it is"),
-        (
-            ("'<|im_end|>\\n' }}{%- endfor", "'\\n' }}{%- endfor"),
-            TALKS,
-            r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
-            r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them",
-        ),
-    ],
-    ids=["drops earlier turns", "drops responses", "writes no end"],
-)  # fmt: skip
-def test_templates_that_change_responses_are_refused(
-    trained_bpe: Tokenizer, tmp_path: Path, change: tuple[str, str], rows: list[Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("change", "rows", "problem"), [
+    (("for m in messages", "for m in messages[-2:]"), TALKS,
+     r"line 2: the chat template of .* drops or changes response 0 .*differently before the turns that follow"),
+    (("m.content", "(m.content if m.role == 'user' else '')"), TALKS,
+     r"line 1: the chat template of .* drops or changes response 0 .*does not write it as it is"),
+    (
+        ("'<|im_end|>\\n' }}{%- endfor", "'\\n' }}{%- endfor"),
+        TALKS,
+        r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
+        r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them",
+    ),
+], ids=["drops earlier turns", "drops responses", "writes no end"])  # fmt: skip
+def test_templates_that_change_responses_are_refused(trained_bpe, tmp_path, change, rows, problem):
     template = CHAT_TEMPLATE.replace(*change)
     assert template != CHAT_TEMPLATE
     tokenizer = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
@@ -240,20 +232,14 @@ def test_function_calls_are_targets_as_the_template_writes_them(tool_tokenizer: 
     assert tokenizer.decode(row[0]).startswith("<|im_start|>system\n[")
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        (called({}), r"the chat template of .*drops or changes response 0 .*: it does not write the call of add"),
-        (chat("a", "b") | {"tools": [ADD]},
-         r"the chat template of .*does not show the function add of the row's tools\. Use a template"),
-        ({"prompt": chat("a", "b<|im_end|>")["messages"], "completion": [{"role": "assistant", "content": "c"}]},
-         r".* must not end with <\|im_end\|>"),
-    ],
-    ids=["call", "tools", "ended words"],
-)  # fmt: skip
-def test_rows_that_the_template_cannot_write_are_refused(
-    chat_tokenizer: Path, tmp_path: Path, row: dict[str, Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("row", "problem"), [
+    (called({}), r"the chat template of .*drops or changes response 0 .*: it does not write the call of add"),
+    (chat("a", "b") | {"tools": [ADD]},
+     r"the chat template of .*does not show the function add of the row's tools\. Use a template"),
+    ({"prompt": chat("a", "b<|im_end|>")["messages"], "completion": [{"role": "assistant", "content": "c"}]},
+     r".* must not end with <\|im_end\|>"),
+], ids=["call", "tools", "ended words"])  # fmt: skip
+def test_rows_that_the_template_cannot_write_are_refused(chat_tokenizer, tmp_path, row, problem):
     with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {problem}"):
         tokenized(written(tmp_path / "rows.jsonl", [TALKS[0], row]), chat_tokenizer)
 
@@ -261,33 +247,27 @@ def test_rows_that_the_template_cannot_write_are_refused(
 FOLLOW = r"an assistant's turn must follow another one's, got the roles"
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"messages": [{"role": "human", "content": "a"}]}, r"message 0: role must be one of system, .*, got 'human'"),
-        (chat("a", "b", "cut \ud83d", "d"),
-         r"message 2: content must be UTF-8 \('utf-8' codec can't encode .*; repair"),
-        (chat("only a question"), rf"{FOLLOW} user; there"),
-        ({"messages": [{"role": "assistant", "content": "a"}, *chat("b", "c")["messages"]]},
-         rf"{FOLLOW} assistant, user, assistant; there"),
-        ({"messages": []}, r"messages must be a list of messages with role and content, got \[\]; repair"),
-        ([1], r"must be a JSON object, got '\[1\]'; repair"),
-        (called("{"), r"message 1: arguments of add must be JSON \(.*\); repair it"),
-        ({"messages": [*chat("a")["messages"], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
-         r"message 1: tool_calls must have a function with a name, got \{\}; repair it"),
-        (called({}, tools="["), r"tools must be JSON \(.*\); repair it"),
-        (called({}, tools={"name": "add"}), r"tools must be a list of function schemas, got .*; repair it"),
-        (called({}, tools=[{"type": "function"}]), r"tools must be a list of function schemas, got .*; repair it"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "x"}]},
-         r"message 0: content must be text, got \[\{'type': 'image_url'\}\]; repair it"),
-        ({"prompt": chat("a")["messages"], "completion": "b"}, r"messages must be a list of messages .*, got 'b'"),
-        ({"text": "a"}, r"must be a conversation, as the first row of the file is, got the columns text; rename"),
-        ({"prompt": "a", "completion": "b"}, r"must be a conversation, .* got the columns prompt, completion"),
-    ],
-)  # fmt: skip
-def test_broken_rows_are_refused_with_file_and_line(
-    tool_tokenizer: Path, tmp_path: Path, row: dict[str, Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("row", "problem"), [
+    ({"messages": [{"role": "human", "content": "a"}]}, r"message 0: role must be one of system, .*, got 'human'"),
+    (chat("a", "b", "cut \ud83d", "d"), r"message 2: content must be UTF-8 \('utf-8' codec can't encode .*; repair"),
+    (chat("only a question"), rf"{FOLLOW} user; there"),
+    ({"messages": [{"role": "assistant", "content": "a"}, *chat("b", "c")["messages"]]},
+     rf"{FOLLOW} assistant, user, assistant; there"),
+    ({"messages": []}, r"messages must be a list of messages with role and content, got \[\]; repair"),
+    ([1], r"must be a JSON object, got '\[1\]'; repair"),
+    (called("{"), r"message 1: arguments of add must be JSON \(.*\); repair it"),
+    ({"messages": [*chat("a")["messages"], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+     r"message 1: tool_calls must have a function with a name, got \{\}; repair it"),
+    (called({}, tools="["), r"tools must be JSON \(.*\); repair it"),
+    (called({}, tools={"name": "add"}), r"tools must be a list of function schemas, got .*; repair it"),
+    (called({}, tools=[{"type": "function"}]), r"tools must be a list of function schemas, got .*; repair it"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "x"}]},
+     r"message 0: content must be text, got \[\{'type': 'image_url'\}\]; repair it"),
+    ({"prompt": chat("a")["messages"], "completion": "b"}, r"messages must be a list of messages .*, got 'b'"),
+    ({"text": "a"}, r"must be a conversation, as the first row of the file is, got the columns text; rename"),
+    ({"prompt": "a", "completion": "b"}, r"must be a conversation, .* got the columns prompt, completion"),
+])  # fmt: skip
+def test_broken_rows_are_refused_with_file_and_line(tool_tokenizer, tmp_path, row, problem):
     file = written(tmp_path / "rows.jsonl", [TALKS[0], row])
     with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {problem}"):
         tokenized(file, tool_tokenizer)

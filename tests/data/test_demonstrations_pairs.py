@@ -37,22 +37,15 @@ def pairs_in(file: Path, rows: list[Any], tokenizer: Path) -> list[Demonstration
     return read_pairs(tokenized(file, rows, tokenizer).directory / "train.parquet")
 
 
-@pytest.mark.parametrize(
-    ("row", "twin", "chat"),
-    [
-        (CHAT, CHAT, True),
-        ({"chosen": ASK + GOOD, "rejected": ASK + BAD, "score": 1.5}, CHAT, True),
-        ({"prompt": ASK[1]["content"], "chosen": ASK + GOOD, "rejected": ASK + BAD}, CHAT, True),
-        ({"prompt": [*ASK, {"role": "assistant", "content": "It is "}],
-          "chosen": [{"role": "assistant", "content": "4."}], "rejected": [{"role": "assistant", "content": "5."}]},
-         None, True),
-        (TEXT, TEXT, False),
-    ],
-    ids=["messages", "no-prompt", "text-prompt", "begun-turn", "plain-text"],
-)  # fmt: skip
-def test_pairs_have_the_tokens_of_two_demonstrations(
-    chat_tokenizer: Path, base_tokenizer: Path, tmp_path: Path, row: dict[str, Any], twin: Any, chat: bool
-) -> None:
+@pytest.mark.parametrize(("row", "twin", "chat"), [
+    (CHAT, CHAT, True), ({"chosen": ASK + GOOD, "rejected": ASK + BAD, "score": 1.5}, CHAT, True),
+    ({"prompt": ASK[1]["content"], "chosen": ASK + GOOD, "rejected": ASK + BAD}, CHAT, True),
+    ({"prompt": [*ASK, {"role": "assistant", "content": "It is "}],
+      "chosen": [{"role": "assistant", "content": "4."}], "rejected": [{"role": "assistant", "content": "5."}]},
+     None, True),
+    (TEXT, TEXT, False),
+], ids=["messages", "no-prompt", "text-prompt", "begun-turn", "plain-text"])  # fmt: skip
+def test_pairs_have_the_tokens_of_two_demonstrations(chat_tokenizer, base_tokenizer, tmp_path, row, twin, chat):
     tokenizer = chat_tokenizer if chat else base_tokenizer
     other = {**row, "chosen": row["rejected"], "rejected": row["chosen"]}
     pair, _ = pairs_in(tmp_path / f"pairs.{'jsonl' if chat else 'parquet'}", [row, other], tokenizer)
@@ -82,23 +75,18 @@ def test_omitted_pairs_are_counted_by_reason(base_tokenizer: Path, tmp_path: Pat
         tokenized(tmp_path / "same.jsonl", [{**TEXT, "rejected": " 4"}] * 2, base_tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("rows", "loss", "problem"),
-    [
-        ([CHAT, {"prompt": ASK, "chosen": GOOD}], "dpo",
-         f"line 2: {PAIR} (docs/data.md), got the columns prompt, chosen; rename them, repair the row, or set "
-         "warm_start.loss=nll for demonstrations"),
-        ([{"chosen": "a", "rejected": "b"}], "dpo", f"line 1: {PAIR}"),
-        ([{"chosen": GOOD, "rejected": BAD}], "dpo", f"line 1: {PAIR}"),
-        ([CHAT, {**CHAT, "rejected": 5}], "dpo", "line 2: rejected: messages must be a list of messages"),
-        ([CHAT, TEXT], "dpo", "line 2: chosen: must be a conversation, as the first row of the file is"),
-        ([CHAT], "nll", "line 1: must have messages, or prompt and completion, got the columns prompt, chosen, "
-         "rejected; set warm_start.loss=dpo for preference pairs, or rename or convert them (docs/data.md)"),
-    ],
-)  # fmt: skip
-def test_unusable_files_are_refused(
-    chat_tokenizer: Path, tmp_path: Path, rows: list[Any], loss: str, problem: str
-) -> None:
+@pytest.mark.parametrize(("rows", "loss", "problem"), [
+    ([CHAT, {"prompt": ASK, "chosen": GOOD}], "dpo",
+     f"line 2: {PAIR} (docs/data.md), got the columns prompt, chosen; rename them, repair the row, or set "
+     "warm_start.loss=nll for demonstrations"),
+    ([{"chosen": "a", "rejected": "b"}], "dpo", f"line 1: {PAIR}"),
+    ([{"chosen": GOOD, "rejected": BAD}], "dpo", f"line 1: {PAIR}"),
+    ([CHAT, {**CHAT, "rejected": 5}], "dpo", "line 2: rejected: messages must be a list of messages"),
+    ([CHAT, TEXT], "dpo", "line 2: chosen: must be a conversation, as the first row of the file is"),
+    ([CHAT], "nll", "line 1: must have messages, or prompt and completion, got the columns prompt, chosen, "
+     "rejected; set warm_start.loss=dpo for preference pairs, or rename or convert them (docs/data.md)"),
+])  # fmt: skip
+def test_unusable_files_are_refused(chat_tokenizer, tmp_path, rows, loss, problem):
     with pytest.raises(DataError) as error:
         tokenized(tmp_path / "pairs.jsonl", rows, chat_tokenizer, loss)
     assert str(error.value).startswith(f"{tmp_path / 'pairs.jsonl'}: {problem}")

@@ -127,16 +127,12 @@ def problem(text, numbers, goal="target"):
     return row(text, reward_model={"style": "rule", "ground_truth": {goal: 9, "numbers": numbers}})
 
 
-@pytest.mark.parametrize(
-    ("train", "validation", "message"),
-    [
-        ([*rows(20), *rows(3, "validation")[2:]], rows(5, "validation"),
-         r"train.parquet: row 20: has the same prompt as row 2 of the validation split"),
-        ([problem("a", [1, 2]), problem("b", [5, 3, 4])], [problem("c", [3, 4, 5])],
-         r"train.parquet: row 1: has the same multiset of numbers \[3, 4, 5\] as row 0 of the validation split"),
-    ],
-    ids=["prompt", "multiset"],
-)  # fmt: skip
+@pytest.mark.parametrize(("train", "validation", "message"), [
+    ([*rows(20), *rows(3, "validation")[2:]], rows(5, "validation"),
+     r"train.parquet: row 20: has the same prompt as row 2 of the validation split"),
+    ([problem("a", [1, 2]), problem("b", [5, 3, 4])], [problem("c", [3, 4, 5])],
+     r"train.parquet: row 1: has the same multiset of numbers \[3, 4, 5\] as row 0 of the validation split"),
+], ids=["prompt", "multiset"])  # fmt: skip
 def test_held_out_rows_in_training_are_refused(chat_tokenizer, artifacts_root, tmp_path, train, validation, message):
     with pytest.raises(DataError, match=message):
         filtered(written(tmp_path, train, validation), chat_tokenizer, artifacts_root)
@@ -168,18 +164,15 @@ def test_unknown_words_are_refused_in_solutions_and_reported_in_prompts(
     assert "does not know a word of 1 of 4 prompts, such as 'two + 1 ='" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "problems"),
-    [
-        ({"prompt": "text"},
-         [r"prompt: expected list of \{role: string, content: string\}, got string", "prompt", "prompt"]),
-        ({"extra_info": {"solution": 3}}, ["extra_info.solution: expected string, got int64"]),
-        ({"reward_model": {"style": "rule", "ground_truth": None}},
-         ["reward_model.ground_truth: expected string, number, list or struct, got null"]),
-        ({"data_source": None, "reward_model": None, "extra_info": None, "ability": 1},
-         ["data_source: .* got nothing", "reward_model: .* got nothing", "ability: expected string, got int64"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "problems"), [
+    ({"prompt": "text"},
+     [r"prompt: expected list of \{role: string, content: string\}, got string", "prompt", "prompt"]),
+    ({"extra_info": {"solution": 3}}, ["extra_info.solution: expected string, got int64"]),
+    ({"reward_model": {"style": "rule", "ground_truth": None}},
+     ["reward_model.ground_truth: expected string, number, list or struct, got null"]),
+    ({"data_source": None, "reward_model": None, "extra_info": None, "ability": 1},
+     ["data_source: .* got nothing", "reward_model: .* got nothing", "ability: expected string, got int64"]),
+])  # fmt: skip
 def test_all_mistyped_columns_are_named(artifacts_root, tmp_path, changes, problems):
     changed = [{name: value for name, value in {**one, **changes}.items() if value is not None} for one in rows(3)]
     settings = written(tmp_path, changed)
@@ -309,18 +302,13 @@ def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> No
     assert num_solutions > 0
 
 
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ([("user", "a"), ("assistant", r"So \boxed{7}.")], "must not end with the row's ground truth '7', got"),
-        ([("user", "a"), ("assistant", "It is <b>seven</b>.")], "the row's solution '<b>seven</b>', got 'It is"),
-        ([("user", "a"), ("assistant", "So<|im_end|>\n")], "and must not end with <|im_end|>, which ends a turn"),
-        ([("system", "a")], "the prompt must have a message of the user, got the roles system. Add one, or remove"),
-    ],
-)
-def test_prompts_with_the_answer_or_without_a_question_are_refused(
-    chat_tokenizer: Path, tmp_path: Path, messages: list[tuple[str, str]], problem: str
-) -> None:
+@pytest.mark.parametrize(("messages", "problem"), [
+    ([("user", "a"), ("assistant", r"So \boxed{7}.")], "must not end with the row's ground truth '7', got"),
+    ([("user", "a"), ("assistant", "It is <b>seven</b>.")], "the row's solution '<b>seven</b>', got 'It is"),
+    ([("user", "a"), ("assistant", "So<|im_end|>\n")], "and must not end with <|im_end|>, which ends a turn"),
+    ([("system", "a")], "the prompt must have a message of the user, got the roles system. Add one, or remove"),
+])  # fmt: skip
+def test_prompts_with_the_answer_or_without_a_question_are_refused(chat_tokenizer, tmp_path, messages, problem):
     good = talk(0, ("user", "x"), ("assistant", "17 or x7 or 77"), solution="<b>seven</b>")
     match = rf"train\.parquet: row 1: .*{re.escape(problem)}"
     with pytest.raises(DataError, match=match):

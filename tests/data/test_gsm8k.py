@@ -15,30 +15,14 @@ from rlcore.evaluation.result import ProblemResult, Response, problem_statistics
 THOUSAND = {"answer": "1000"}
 
 
-@pytest.mark.parametrize(
-    ("response", "strict", "numeric", "has_mark"),
-    [
-        ("so #### 1000", 1, 1, 1),
-        ("so #### 1,000", 1, 1, 1),
-        ("so #### $1,000", 0, 1, 0),
-        ("so #### 1000.0", 0, 1, 1),
-        ("so #### 1000 dollars", 1, 1, 1),
-        ("so ####1000", 0, 1, 0),
-        ("#### 5 no, #### 1000", 1, 1, 1),
-        ("it is 1,000 apples", 0, 1, 0),
-        ("it is 1000 of 2000", 0, 0, 0),
-        ("#### -1000", 0, 0, 1),
-        ("#### 1000\n" + "x" * 290, 1, 1, 1),
-        ("#### 1000\n" + "x" * 291, 0, 1, 0),
-        ("x" * 400 + " 1000", 0, 1, 0),
-        ("#### ", 0, 0, 0),
-        ("", 0, 0, 0),
-        ("#### " + "9" * 100_000, 0, 0, 0),
-        ("#### " + "9" * 200, 0, 0, 1),
-        ("1," * 100_000, 0, 0, 0),
-        ("\u0661\u0660\u0660\u0660", 0, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("response", "strict", "numeric", "has_mark"), [
+    ("so #### 1000", 1, 1, 1), ("so #### 1,000", 1, 1, 1), ("so #### $1,000", 0, 1, 0), ("so #### 1000.0", 0, 1, 1),
+    ("so #### 1000 dollars", 1, 1, 1), ("so ####1000", 0, 1, 0), ("#### 5 no, #### 1000", 1, 1, 1),
+    ("it is 1,000 apples", 0, 1, 0), ("it is 1000 of 2000", 0, 0, 0), ("#### -1000", 0, 0, 1),
+    ("#### 1000\n" + "x" * 290, 1, 1, 1), ("#### 1000\n" + "x" * 291, 0, 1, 0), ("x" * 400 + " 1000", 0, 1, 0),
+    ("#### ", 0, 0, 0), ("", 0, 0, 0), ("#### " + "9" * 100_000, 0, 0, 0), ("#### " + "9" * 200, 0, 0, 1),
+    ("1," * 100_000, 0, 0, 0), ("\u0661\u0660\u0660\u0660", 0, 0, 0),
+])  # fmt: skip
 def test_responses_have_both_readings(response, strict, numeric, has_mark):
     found = score(response, THOUSAND)
     assert (found.parts["strict"], found.parts["numeric"], found.parts["format"]) == (strict, numeric, has_mark)
@@ -104,44 +88,31 @@ def test_reference_numbers_are_read():
         assert reference_number(answer, "here") == number
 
 
-@pytest.mark.parametrize(
-    ("text", "within", "number"),
-    [
-        ("118", 3, 118), ("118", 2, None), ("18", 2, 18), (" 18", 2, 18), ("a 18", 3, 18),
-        ("7. Then some words", 300, 7), ("it is 7 or so", 300, None), ("no digits", 300, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "within", "number"), [
+    ("118", 3, 118), ("118", 2, None), ("18", 2, 18), (" 18", 2, 18), ("a 18", 3, 18), ("7. Then some words", 300, 7),
+    ("it is 7 or so", 300, None), ("no digits", 300, None),
+])  # fmt: skip
 def test_final_number_is_searched_within_the_limit(text, within, number):
     assert final_number(text, within) == number
 
 
-@pytest.mark.parametrize(
-    ("line", "number"),
-    [
-        *((line, 18) for line in ("= 18", "so - 18", "18 eggs", "18km", "(18)", "18%", "eggs: 18")),
-        ("1,018.5", 1018.5),
-        *((line, None) for line in ("9 * 18", "9* 18", "= - 18", "- 18", "18 *", "18 * 2", "18m", "minus 18")),
-        *((line, None) for line in ("not 18", "18 or so", "half of 18", "10,18", "18:30", "18 \u00bd")),
-    ],
-)
+@pytest.mark.parametrize(("line", "number"), [
+    *((line, 18) for line in ("= 18", "so - 18", "18 eggs", "18km", "(18)", "18%", "eggs: 18")), ("1,018.5", 1018.5),
+    *((line, None) for line in ("9 * 18", "9* 18", "= - 18", "- 18", "18 *", "18 * 2", "18m", "minus 18")),
+    *((line, None) for line in ("not 18", "18 or so", "half of 18", "10,18", "18:30", "18 \u00bd")),
+])  # fmt: skip
 def test_only_number_needs_one_number_alone(line, number):
     assert only_number(line) == number
 
 
-@pytest.mark.parametrize(
-    ("reference", "strict", "numeric", "wrong"),
-    [
-        ("1,234", ["1,234", "1234"], ["$1,234", "1234.0"], ["1", "234", "12345"]),
-        (" 76", ["76"], ["76.", "76.0"], ["7", "-76"]),
-        ("76.0", ["76", "76.0"], ["76."], ["760"]),
-        ("2.50", ["2.5", "2.50"], ["2.500"], ["25", "2"]),
-        ("$76", ["76"], ["$76"], ["77"]),
-        ("025", ["25"], ["25.0"], ["5"]),
-        ("76 dollars", ["76"], [], ["67"]),
-        ("He has 4 * 19 = <<4*19=76>>76 eggs.\n#### 76", ["76"], ["76 eggs."], ["4", "19"]),
-        ("18/19", [], [], ["18", "19", "18/19"]),
-    ],
-)
+@pytest.mark.parametrize(("reference", "strict", "numeric", "wrong"), [
+    ("1,234", ["1,234", "1234"], ["$1,234", "1234.0"], ["1", "234", "12345"]),
+    (" 76", ["76"], ["76.", "76.0"], ["7", "-76"]), ("76.0", ["76", "76.0"], ["76."], ["760"]),
+    ("2.50", ["2.5", "2.50"], ["2.500"], ["25", "2"]), ("$76", ["76"], ["$76"], ["77"]),
+    ("025", ["25"], ["25.0"], ["5"]), ("76 dollars", ["76"], [], ["67"]),
+    ("He has 4 * 19 = <<4*19=76>>76 eggs.\n#### 76", ["76"], ["76 eggs."], ["4", "19"]),
+    ("18/19", [], [], ["18", "19", "18/19"]),
+])  # fmt: skip
 def test_references_are_cleaned_as_responses_are(reference, strict, numeric, wrong):
     truth = {"answer": reference}
     for answer in strict:

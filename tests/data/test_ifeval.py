@@ -141,15 +141,11 @@ def test_counts_equal_those_of_slow_twins() -> None:
         assert follows("detectable_format:title", {}, text) == slow_title(text), text
 
 
-@pytest.mark.parametrize(
-    ("names", "settings"),
-    [
-        (["keywords:key_sentences"], [{}]),
-        (["punctuation:no_comma"], [{"num_words": 3}]),
-        (["length_constraints:number_words"], [{"num_words": 3, "relation": "more than"}]),
-        (["length_constraints:number_words"], [{"num_words": 3}]),
-    ],
-)
+@pytest.mark.parametrize(("names", "settings"), [
+    (["keywords:key_sentences"], [{}]), (["punctuation:no_comma"], [{"num_words": 3}]),
+    (["length_constraints:number_words"], [{"num_words": 3, "relation": "more than"}]),
+    (["length_constraints:number_words"], [{"num_words": 3}]),
+])  # fmt: skip
 def test_wrong_instructions_are_refused(names: list[str], settings: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError, match=r"instruction_id_list: must name instructions of IFEval.* repair or remove"):
         score("0", {"instruction_id_list": json.dumps(names), "kwargs": json.dumps(settings)})

@@ -61,9 +61,7 @@ def settings(server: Judge) -> Settings:
     return make
 
 
-def test_broken_judges_give_no_score_and_are_counted(
-    cases: Judge, reward: Callable[..., RewardConfig], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_judges_give_no_score_and_are_counted(cases, reward, caplog):
     names = [*GOOD, *HOSTILE]
     with caplog.at_level(logging.DEBUG), ScoringPool(JUDGE, reward()) as pool:
         scores = pool.score([f"a response, case={name}" for name in names], ['{"answer": "3"}'] * len(names))
@@ -85,9 +83,7 @@ def test_broken_judges_give_no_score_and_are_counted(
 @pytest.mark.parametrize(
     ("levels", "highest", "second"), [(2, 1, 1.0), (5, 4, 0.25), (11, 0.6666667, 0.1), (3, 7, 0.5)]
 )
-def test_structured_output_allows_levels_up_to_the_highest(
-    reward: Callable[..., RewardConfig], monkeypatch: pytest.MonkeyPatch, levels: int, highest: float, second: float
-) -> None:
+def test_structured_output_allows_levels_up_to_the_highest(reward, monkeypatch, levels, highest, second):
     made = reward(tries=1, levels=levels, highest=highest)
     monkeypatch.setenv(JUDGE_VARIABLE, made.judge.model_dump_json())
     assert score("case=form", {}).total == pytest.approx(second, rel=1e-5)
@@ -115,9 +111,7 @@ def test_unreachable_endpoints_are_named(settings: Settings) -> None:
             judge_response(settings(url=address, tries=1), "1", "{}")
 
 
-def test_requests_have_prompt_key_and_response_format(
-    server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_have_prompt_key_and_response_format(server, settings, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # the key is for the endpoint alone
     prompt = "{response}|{ground_truth}|{other}"
     made = settings(prompt=prompt, key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2)
@@ -143,18 +137,15 @@ def test_requests_have_prompt_key_and_response_format(
 VERDICT = message('{"score": 3}')
 
 
-@pytest.mark.parametrize(
-    ("reply", "problem"),
-    [
-        *(((status, b"{}", {}), f"the endpoint answered with status {status}") for status in (400, 499)),
-        ((201, VERDICT, {}), "the endpoint answered with status 201"),
-        ((200, VERDICT, {"Content-Type": "text/html"}), "must be application/json, uncompressed"),
-        ((200, VERDICT, {"Content-Encoding": "gzip"}), "must be application/json, uncompressed"),
-        *(((200, body, {}), "holds no choices[0].message.content")
-          for body in (b"{}", message(None), b'{"choices": 3}', b'{"choices": []}')),
-        ((200, message("3"), {}), "the judge's text must end with its one score; it has 0 in 1 characters"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("reply", "problem"), [
+    *(((status, b"{}", {}), f"the endpoint answered with status {status}") for status in (400, 499)),
+    ((201, VERDICT, {}), "the endpoint answered with status 201"),
+    ((200, VERDICT, {"Content-Type": "text/html"}), "must be application/json, uncompressed"),
+    ((200, VERDICT, {"Content-Encoding": "gzip"}), "must be application/json, uncompressed"),
+    *(((200, body, {}), "holds no choices[0].message.content")
+      for body in (b"{}", message(None), b'{"choices": 3}', b'{"choices": []}')),
+    ((200, message("3"), {}), "the judge's text must end with its one score; it has 0 in 1 characters"),
+])  # fmt: skip
 def test_invalid_replies_are_not_retried(server: Judge, settings: Settings, reply: Reply, problem: str) -> None:
     server.replies = [reply]
     with pytest.raises(JudgeError, match=re.escape(problem)):
@@ -163,9 +154,7 @@ def test_invalid_replies_are_not_retried(server: Judge, settings: Settings, repl
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-def test_busy_endpoints_are_retried(
-    server: Judge, settings: Settings, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_endpoints_are_retried(server, settings, status, monkeypatch):
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -210,9 +199,7 @@ def test_equal_requests_are_sent_once(server: Judge, settings: Settings, monkeyp
 
 
 @pytest.mark.parametrize("key", [None, "  ", "two\nlines", "ä"])
-def test_unusable_keys_are_named_by_their_variable(
-    server: Judge, settings: Settings, key: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_keys_are_named_by_their_variable(server, settings, key, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY")
     if key is not None:
         monkeypatch.setitem(os.environ, "JUDGE_KEY", key)
@@ -224,17 +211,14 @@ def test_unusable_keys_are_named_by_their_variable(
 RANGE = "the judge's score must be from 0 to 4 (reward.judge.highest), got"
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        *((text, "the judge's text must end with its one score; it has 0 in") for text in (
-            "", "1", '{"score": true}', '{"score": "1"}', '{"score": 1e400}', '{"score": 1.0, "x": 2}',
-        )),
-        ('{"score": 1} or so', "the judge's text must end with its one score; it has 1 in 18 characters"),
-        ("<score>1</score> <score>2</score>", "the judge's text must end with its one score; it has 2 in 33"),
-        ("<score>4.01</score>", f"{RANGE} 4.01"), ('{"score": -0.1}', f"{RANGE} -0.1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "problem"), [
+    *((text, "the judge's text must end with its one score; it has 0 in") for text in (
+        "", "1", '{"score": true}', '{"score": "1"}', '{"score": 1e400}', '{"score": 1.0, "x": 2}',
+    )),
+    ('{"score": 1} or so', "the judge's text must end with its one score; it has 1 in 18 characters"),
+    ("<score>1</score> <score>2</score>", "the judge's text must end with its one score; it has 2 in 33"),
+    ("<score>4.01</score>", f"{RANGE} 4.01"), ('{"score": -0.1}', f"{RANGE} -0.1"),
+])  # fmt: skip
 def test_verdicts_need_one_final_number_in_range(text: str, problem: str) -> None:
     for valid, verdict in (("<score> 4 </score>\n", 1.0), ('```json\n{ "score" : 1 }\n```', 0.25)):
         assert read_verdict(valid, 4) == verdict

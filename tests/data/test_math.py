@@ -118,11 +118,10 @@ def test_numbers_with_unknown_words_are_different(form):
     assert not paid("18", form.replace("{}", "18"))
 
 
-@pytest.mark.parametrize(
-    "form",
-    [r"\text{about }24", "at least 24", r"24\text{ (approximately)}", "24 or more", r"\text{Route }66",
-     r"24\text{ red apples}"],
-)  # fmt: skip
+@pytest.mark.parametrize("form", [
+    r"\text{about }24", "at least 24", r"24\text{ (approximately)}", "24 or more", r"\text{Route }66",
+    r"24\text{ red apples}",
+])  # fmt: skip
 def test_references_with_unknown_words_are_refused(form):
     assert "unknown word" in (found := read_reference(form).problem) or "is no known unit or word" in found
 
@@ -164,20 +163,17 @@ def test_repeated_questions_are_not_paid(answer):
     assert not paid(answer, "18.0")
 
 
-@pytest.mark.parametrize(
-    ("response", "total"),
-    [
-        *((text, 1.0) for text in (
-            "\\boxed{42}" + " and so on" * 1_000, "\\boxed{42}" + "\n" * 100_000, "\\boxed{7} then \\boxed{42}",
-            "\\boxed{42}, \\boxed{42}", "\\fbox{42}", "\\boxed {42}", "$\\boxed 42$ is it", "\\boxed42",
-            "\\boxed{\\boxed{42}}", "\\boxed{x \\boxed{42}",
-        )),
-        *((text, 0.0) for text in (
-            "\\boxed{42} then \\boxed{7}", "\\boxed{42} or \\boxed{7}", "$\\boxed{7}$, $\\boxed{42}$",
-            "\\boxed{4\\boxed{2}}", "\\boxed{42} \\boxed{7", "\\boxed{}", "\\boxedness 42",
-        )),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("response", "total"), [
+    *((text, 1.0) for text in (
+        "\\boxed{42}" + " and so on" * 1_000, "\\boxed{42}" + "\n" * 100_000, "\\boxed{7} then \\boxed{42}",
+        "\\boxed{42}, \\boxed{42}", "\\fbox{42}", "\\boxed {42}", "$\\boxed 42$ is it", "\\boxed42",
+        "\\boxed{\\boxed{42}}", "\\boxed{x \\boxed{42}",
+    )),
+    *((text, 0.0) for text in (
+        "\\boxed{42} then \\boxed{7}", "\\boxed{42} or \\boxed{7}", "$\\boxed{7}$, $\\boxed{42}$",
+        "\\boxed{4\\boxed{2}}", "\\boxed{42} \\boxed{7", "\\boxed{}", "\\boxedness 42",
+    )),
+])  # fmt: skip
 def test_last_box_counts(response, total):
     assert score(response, {"answer": "42"}).total == total
     assert score(response, {"answer": "42"}).parts["format"] == float("\\boxedness" not in response)

@@ -68,19 +68,15 @@ def test_actions_and_observations_of_several_fields_are_json(server: Replies) ->
     assert [message["data"] for message in server.received[1:]] == [{"times": 0}, {"guess": "a", "times": 2}]
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        ("no JSON", "to step: 'no JSON'. Correct the environment"),
-        ("[" * 100_000, r"to step: '\[{300}'"),
-        ('{"type": "observation", "data": {"observation": {}, "done": "no", "reward": 1}}', "to step"),
-        (observed(hint="+", turn=1, reward="1"), "to step"),
-        (observed(hint="+"), "an observation without turn. Restart the run with the server that it began with"),
-        (failed("EXECUTION_ERROR"), "to step: .*as asked.* Correct the environment"),
-        (failed("CAPACITY_REACHED", max_sessions=1), "max_sessions.* Start it with a session for each open episode"),
-        (None, "ConnectionClosed.* Start it, correct the address, or raise episode.deadline_s"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "message"), [
+    ("no JSON", "to step: 'no JSON'. Correct the environment"), ("[" * 100_000, r"to step: '\[{300}'"),
+    ('{"type": "observation", "data": {"observation": {}, "done": "no", "reward": 1}}', "to step"),
+    (observed(hint="+", turn=1, reward="1"), "to step"),
+    (observed(hint="+"), "an observation without turn. Restart the run with the server that it began with"),
+    (failed("EXECUTION_ERROR"), "to step: .*as asked.* Correct the environment"),
+    (failed("CAPACITY_REACHED", max_sessions=1), "max_sessions.* Start it with a session for each open episode"),
+    (None, "ConnectionClosed.* Start it, correct the address, or raise episode.deadline_s"),
+])  # fmt: skip
 def test_wrong_replies_are_errors_with_the_address(server: Replies, reply: str | None, message: str) -> None:
     environment = opened(server)
     server.reply = lambda _: reply

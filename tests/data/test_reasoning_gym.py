@@ -24,17 +24,12 @@ def test_missing_package_is_reported_with_its_install_command(monkeypatch: pytes
         inputs(SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        (("n_queens",), "n_queens is left out: its scorer evaluates a response as Python"),
-        (("chain_sums",), "must be tasks of reasoning_gym"),
-        (("chain_sum@99",), "chain_sum has the levels 0 to"),
-        (("chain_sum@easy",), "a level must be a whole number"),
-        (("acre@1",), "acre has no levels"),
-        ((), "must name one task or more"),
-    ],
-)
+@pytest.mark.parametrize(("tasks", "message"), [
+    (("n_queens",), "n_queens is left out: its scorer evaluates a response as Python"),
+    (("chain_sums",), "must be tasks of reasoning_gym"), (("chain_sum@99",), "chain_sum has the levels 0 to"),
+    (("chain_sum@easy",), "a level must be a whole number"), (("acre@1",), "acre has no levels"),
+    ((), "must name one task or more"),
+])  # fmt: skip
 def test_unusable_tasks_are_refused(tasks: tuple[str, ...], message: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError, match=message):

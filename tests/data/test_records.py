@@ -27,32 +27,26 @@ def test_columns_are_named_by_dotted_paths() -> None:
     assert {name: Record("x: line 1", VALUES).text(name) for name in texts} == texts
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        *((name, f"column {name}: must be a text that is not empty or a number, got {got} (columns: {COLUMNS}); repair "
-           "or remove it, or name another column") for name, got in (("t", "True"), ("e", "'  '"))),
-        *((name, f"column {name}: must be a text .*; name a part of it, such as {part}")
-          for name, part in (("a", "a.b"), ("l", "l.0"), ("l.1.c", "l.1.c.0"))),
-        *((name, f"there is no column {name} ({has}); name another, or repair the row") for name, has in (
-            ("g", f"columns: {COLUMNS}"), ("a.c", "a has b"), ("a.b.c", "a.b is ' one '"), ("l.2.c", "l has 2 entries"),
-            ("l.-3", "l has 2 entries"), ("l.c", "l has 2 entries"),
-        )),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "problem"), [
+    *((name, f"column {name}: must be a text that is not empty or a number, got {got} (columns: {COLUMNS}); repair "
+       "or remove it, or name another column") for name, got in (("t", "True"), ("e", "'  '"))),
+    *((name, f"column {name}: must be a text .*; name a part of it, such as {part}")
+      for name, part in (("a", "a.b"), ("l", "l.0"), ("l.1.c", "l.1.c.0"))),
+    *((name, f"there is no column {name} ({has}); name another, or repair the row") for name, has in (
+        ("g", f"columns: {COLUMNS}"), ("a.c", "a has b"), ("a.b.c", "a.b is ' one '"), ("l.2.c", "l has 2 entries"),
+        ("l.-3", "l has 2 entries"), ("l.c", "l has 2 entries"),
+    )),
+])  # fmt: skip
 def test_missing_and_unusable_columns_are_refused(name: str, problem: str) -> None:
     match = re.escape(f"x: line 1: {problem}").replace(r"\.\*", ".*")
     with pytest.raises(DataError, match=f"^{match}$"):
         Record("x: line 1", VALUES).text(name)
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0.1, "0.1"), (76.0, "76"), (-1.5e-7, "-0.00000015"), (1e23, "100000000000000000000000"),
-        (12345678901234567890, "12345678901234567890"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("number", "text"), [
+    (0.1, "0.1"), (76.0, "76"), (-1.5e-7, "-0.00000015"), (1e23, "100000000000000000000000"),
+    (12345678901234567890, "12345678901234567890"),
+])  # fmt: skip
 def test_numbers_are_written_without_exponents(number: float, text: str) -> None:
     assert Record("x", {"a": number}).text("a") == text
     assert type(number)(text) == number
@@ -83,22 +77,19 @@ def test_splits_are_one_file_or_ordered_shards(tmp_path: Path) -> None:
         assert digests("owner/name", ["a"], subset, "a" * 40) == {"hub": named, "commit": "a" * 40}
 
 
-@pytest.mark.parametrize(
-    ("names", "problem"),
-    [
-        (["a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl"],
-         "holds 2 of the 3 shards of a; missing: a-00001-of-00003.jsonl. Fetch them, or write the rows"),
-        (["a-0-of-20.json"], "a-7-of-20.json, a-8-of-20.json and 11 more. Fetch"),
-        (["a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "a-00000-of-00001.parquet"],
-         "a must be one file, or all shards of one count and kind, got a-00000-of-00001.parquet, a-00000-of-00002.par"),
-        (["a-00000-of-00001.parquet", "a-00000-of-00001.jsonl"], "got a-00000-of-00001.jsonl, a-00000-of-00001.par"),
-        (["a.jsonl", "a-00000-of-00001.parquet"], "got a-00000-of-00001.parquet, a.jsonl. Move"),
-        (["a.jsonl", "a (1).jsonl"], "got a (1).jsonl, a.jsonl. Move"),
-        (["a_01.json", "a2.jsonl"], "got a2.jsonl, a_01.json. Move"),
-        (["a-00000-of-00001.json", "a-00001-of-00001.json"], "got a-00000-of-00001.json, a-00001-of-00001.json. Move"),
-        (["ab.jsonl", "in/c.csv"], f"lacks a, as {KINDS}. Its files: ab.jsonl, in/c.csv. Put the files"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "problem"), [
+    (["a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl"],
+     "holds 2 of the 3 shards of a; missing: a-00001-of-00003.jsonl. Fetch them, or write the rows"),
+    (["a-0-of-20.json"], "a-7-of-20.json, a-8-of-20.json and 11 more. Fetch"),
+    (["a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "a-00000-of-00001.parquet"],
+     "a must be one file, or all shards of one count and kind, got a-00000-of-00001.parquet, a-00000-of-00002.par"),
+    (["a-00000-of-00001.parquet", "a-00000-of-00001.jsonl"], "got a-00000-of-00001.jsonl, a-00000-of-00001.par"),
+    (["a.jsonl", "a-00000-of-00001.parquet"], "got a-00000-of-00001.parquet, a.jsonl. Move"),
+    (["a.jsonl", "a (1).jsonl"], "got a (1).jsonl, a.jsonl. Move"),
+    (["a_01.json", "a2.jsonl"], "got a2.jsonl, a_01.json. Move"),
+    (["a-00000-of-00001.json", "a-00001-of-00001.json"], "got a-00000-of-00001.json, a-00001-of-00001.json. Move"),
+    (["ab.jsonl", "in/c.csv"], f"lacks a, as {KINDS}. Its files: ab.jsonl, in/c.csv. Put the files"),
+])  # fmt: skip
 def test_missing_or_ambiguous_splits_are_refused(names: list[str], problem: str, tmp_path: Path) -> None:
     touch(tmp_path, *names)
     with pytest.raises(DataError, match=rf"^data\.source: {tmp_path}.*{re.escape(problem)}"):
@@ -132,16 +123,12 @@ def test_files_of_every_kind_have_the_same_records(tmp_path: Path) -> None:
         assert [record.where for record in found] == [f"{tmp_path / name}: {place}" for place in places]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("x.json", b'[{"a": 1}, 2]', "entry 1: must be a JSON object, got '2'; repair or remove it"),
-        ("x.jsonl", b'[\n{"a": 1},\n', "begins as a JSON array and is none (Expecting value: line 3"),
-        ("x.jsonl", b'{"a": 1}\n[1]\n', "line 2: must be a JSON object, got '[1]'; repair or remove it"),
-        ("x.jsonl", b'\n{"a": }\n', "line 2: is no JSON ("),
-        ("x.txt", b"a", f"must be {KINDS}, by its name"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "problem"), [
+    ("x.json", b'[{"a": 1}, 2]', "entry 1: must be a JSON object, got '2'; repair or remove it"),
+    ("x.jsonl", b'[\n{"a": 1},\n', "begins as a JSON array and is none (Expecting value: line 3"),
+    ("x.jsonl", b'{"a": 1}\n[1]\n', "line 2: must be a JSON object, got '[1]'; repair or remove it"),
+    ("x.jsonl", b'\n{"a": }\n', "line 2: is no JSON ("), ("x.txt", b"a", f"must be {KINDS}, by its name"),
+])  # fmt: skip
 def test_unreadable_files_are_refused_with_their_place(name: str, content: bytes, problem: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=f"^{re.escape(f'{tmp_path / name}: {problem}')}"):

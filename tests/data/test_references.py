@@ -51,9 +51,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "own_scorers", raising=False)
 
 
-def mapped(
-    tmp_path: Path, scorer: str, train: list[str], test: list[str] | None = None, solutions: list[str] | None = None
-) -> MappedData:
+def mapped(tmp_path, scorer, train, test=None, solutions=None):
     """Return settings with these references, in files with a line for each."""
     folder = tmp_path / "rows"
     folder.mkdir(exist_ok=True)
@@ -128,8 +126,7 @@ def test_all_references_of_gsm8k_earn_full_scores(gsm8k_folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("scorer", "unmet"),
-    [("exact", 0), ("never_full", 0), ("long_words", 0), ("raises_at_seven", 1)],
+    ("scorer", "unmet"), [("exact", 0), ("never_full", 0), ("long_words", 0), ("raises_at_seven", 1)]
 )
 def test_own_scorers_are_checked_in_their_form(tmp_path: Path, scorer: str, unmet: int) -> None:
     """A scorer that does not read plain references is accepted, one that fails at a row is not."""
@@ -188,23 +185,17 @@ def prepared(entry: str, root: Path) -> tuple[RunConfig, list[dict[str, Any]]]:
     return settings, pq.read_table(made.directory / "validation.parquet").to_pylist()
 
 
-@pytest.mark.parametrize(
-    ("suite", "files", "right", "wrong"),
-    [
-        ("math500", "math500", ["So \\boxed{7\\sqrt2}.", "The answer is $\\frac{3}{8}$."], ["\\boxed{7}", "0.37"]),
-        ("aime24", "aime24", ["\\boxed{15}", "\\boxed{032}", "\\boxed{625}"], ["\\boxed{16}", "32 or 33", "\\boxed{}"]),
-        ("aime25", "aime25", ["\\boxed{015}", "\\boxed{32}"], ["\\boxed{15.5}", "\\boxed{232}"]),
-        ("ifeval", "ifeval", ["A lake lies still.", f"Kettle, kettle! {'And tea. ' * 20}"], ["Wide, deep.", "Tea."]),
-        pytest.param("humaneval", "humaneval", ["```python\ndef twice(x):\n    return x + x\n```"], ["    return x"],
-                     marks=pytest.mark.program("bwrap")),
-        pytest.param("humaneval_base", "humaneval", ["    return x + x\n"], ["    return x\n"],
-                     marks=pytest.mark.program("bwrap")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_published_form_is_read_and_scored(
-    suite: str, files: str, right: list[str], wrong: list[str], artifacts_root: Path
-) -> None:
+@pytest.mark.parametrize(("suite", "files", "right", "wrong"), [
+    ("math500", "math500", ["So \\boxed{7\\sqrt2}.", "The answer is $\\frac{3}{8}$."], ["\\boxed{7}", "0.37"]),
+    ("aime24", "aime24", ["\\boxed{15}", "\\boxed{032}", "\\boxed{625}"], ["\\boxed{16}", "32 or 33", "\\boxed{}"]),
+    ("aime25", "aime25", ["\\boxed{015}", "\\boxed{32}"], ["\\boxed{15.5}", "\\boxed{232}"]),
+    ("ifeval", "ifeval", ["A lake lies still.", f"Kettle, kettle! {'And tea. ' * 20}"], ["Wide, deep.", "Tea."]),
+    pytest.param("humaneval", "humaneval", ["```python\ndef twice(x):\n    return x + x\n```"], ["    return x"],
+                 marks=pytest.mark.program("bwrap")),
+    pytest.param("humaneval_base", "humaneval", ["    return x + x\n"], ["    return x\n"],
+                 marks=pytest.mark.program("bwrap")),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_published_form_is_read_and_scored(suite, files, right, wrong, artifacts_root):
     if suite == "ifeval":
         pytest.importorskip("langdetect")
     settings, rows = prepared(f"{suite}={PUBLISHED / files}", artifacts_root)
@@ -232,22 +223,17 @@ def test_base_suite_prompts_with_the_function_alone(artifacts_root: Path) -> Non
 BWRAP = pytest.mark.program("bwrap")
 
 
-@pytest.mark.parametrize(
-    ("suite", "column", "value", "message"),
-    [
-        ("math500", "problem", None, r"test\.jsonl: line 1: there is no column problem \(columns: solution, answer"),
-        ("ifeval", "kwargs", None, r"train\.jsonl: line 1: there is no column kwargs"),
-        ("humaneval", "test", None, r"test\.jsonl: line 1: there is no column test \(columns: task_id"),
-        ("ifeval", "instruction_id_list", ["punctuation:no_dots"], r"line 1.*no_dots.*repair or remove the row"),
-        pytest.param(
-            "humaneval", "canonical_solution", "    return None\n", r"must give full marks.*line 1: ", marks=BWRAP
-        ),
-        ("math500", "answer", "\\approx 3", r"must give full marks.*line 1: reference .*approx 3"),
-    ],
-)
-def test_unusable_row_is_refused_with_file_and_line(
-    suite: str, column: str, value: object, message: str, tmp_path: Path, artifacts_root: Path
-) -> None:
+@pytest.mark.parametrize(("suite", "column", "value", "message"), [
+    ("math500", "problem", None, r"test\.jsonl: line 1: there is no column problem \(columns: solution, answer"),
+    ("ifeval", "kwargs", None, r"train\.jsonl: line 1: there is no column kwargs"),
+    ("humaneval", "test", None, r"test\.jsonl: line 1: there is no column test \(columns: task_id"),
+    ("ifeval", "instruction_id_list", ["punctuation:no_dots"], r"line 1.*no_dots.*repair or remove the row"),
+    pytest.param(
+        "humaneval", "canonical_solution", "    return None\n", r"must give full marks.*line 1: ", marks=BWRAP
+    ),
+    ("math500", "answer", "\\approx 3", r"must give full marks.*line 1: reference .*approx 3"),
+])  # fmt: skip
+def test_unusable_row_is_refused_with_file_and_line(suite, column, value, message, tmp_path, artifacts_root):
     shutil.copytree(PUBLISHED / suite, tmp_path / suite)
     (file,) = (tmp_path / suite).iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -120,22 +120,17 @@ def test_rows_are_numbered_and_counted_by_difficulty(tmp_path: Path, monkeypatch
     assert provenance(tmp_path / "train.parquet") == document
 
 
-@pytest.mark.parametrize(
-    ("truths", "message"),
-    [
-        ([{"sum": 1}] * 3 + [{"sun": 1}],
-         "rows 2 to 3 of train .* (row 3 has the field 'sun', which the first row has not)"),
-        ([{"sum": 1}, "a text"], "rows 0 to 1 of train do not all have the types of the first row"),
-        ([{"sum": 1}, {"sum": {"sum": 1}}], "rows 0 to 1 of train do not all have the types of the first row"),
-        ([{"a": {"sum": 1}}, {"a": {"sum": 1, "word": "1"}}], "row 1 has the field 'word'"),
-        ([{"a": [{"sum": 1}]}, {"a": [{"sum": 1}, {"sum": 1, "word": "1"}]}], "row 1 has the field 'word'"),
-        ([{"sum": 1}, {"sum": 2**63}], "whole numbers at most 64 bits"),
-        ([], "t: the train split has no row; raise data.train_size or check the source"),
-    ],
-)  # fmt: skip
-def test_ground_truths_of_another_type_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truths: list[object], message: str
-) -> None:
+@pytest.mark.parametrize(("truths", "message"), [
+    ([{"sum": 1}] * 3 + [{"sun": 1}],
+     "rows 2 to 3 of train .* (row 3 has the field 'sun', which the first row has not)"),
+    ([{"sum": 1}, "a text"], "rows 0 to 1 of train do not all have the types of the first row"),
+    ([{"sum": 1}, {"sum": {"sum": 1}}], "rows 0 to 1 of train do not all have the types of the first row"),
+    ([{"a": {"sum": 1}}, {"a": {"sum": 1, "word": "1"}}], "row 1 has the field 'word'"),
+    ([{"a": [{"sum": 1}]}, {"a": [{"sum": 1}, {"sum": 1, "word": "1"}]}], "row 1 has the field 'word'"),
+    ([{"sum": 1}, {"sum": 2**63}], "whole numbers at most 64 bits"),
+    ([], "t: the train split has no row; raise data.train_size or check the source"),
+])  # fmt: skip
+def test_ground_truths_of_another_type_are_refused(tmp_path, monkeypatch, truths, message):
     monkeypatch.setattr(schema, "ROWS_PER_GROUP", 2)
     with pytest.raises(DataError, match=re.escape(message).replace(r"\.\*", ".*")):
         write_splits(tmp_path, task_of(*truths), {}, ["train"])

@@ -15,13 +15,7 @@ from data.countdown_problems import generate
 from data.filter import filter_dataset, filtered_directory
 from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
-from data.tasks import (
-    build_dataset,
-    dataset_directory,
-    dataset_fingerprint,
-    input_digests,
-    inputs_of,
-)
+from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import (
     CountdownData,
@@ -146,35 +140,21 @@ def digest_of_rows(task: TaskRows) -> str:
     return digest((task.data_source, task.ability, task.prompt_form, rows))
 
 
-@pytest.mark.parametrize(
-    ("settings", "seed", "expected"),
-    [
-        (ENUMERATED, 7, "36d2ef82bfadf8af"),
-        (LOW, 7, "580b7b1338cdc2b8"),
-        (DRAWN, 7, "40750fd48515c2f1"),
-        (DRAWN, 8, "2af86bc70cbf6721"),
-        (BALANCED, 7, "e77bc38788021aee"),
-        (UNIFORM, 7, "ab35c111aad7511c"),
-    ],
-    ids=["enumerated", "low", "drawn", "another seed", "balanced", "uniform"],
-)
+@pytest.mark.parametrize(("settings", "seed", "expected"), [
+    (ENUMERATED, 7, "36d2ef82bfadf8af"), (LOW, 7, "580b7b1338cdc2b8"), (DRAWN, 7, "40750fd48515c2f1"),
+    (DRAWN, 8, "2af86bc70cbf6721"), (BALANCED, 7, "e77bc38788021aee"), (UNIFORM, 7, "ab35c111aad7511c"),
+], ids=["enumerated", "low", "drawn", "another seed", "balanced", "uniform"])  # fmt: skip
 def test_countdown_problems_of_a_seed_never_change(settings: CountdownData, seed: int, expected: str) -> None:
     splits = generate(settings, seed)
     assert digest({split: [astuple(problem) for problem in problems] for split, problems in splits.items()}) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"template": "bare"}, "24f0f512bb5a1e20"),
-        ({"template": "bare", "search_tries": 3}, "24f0f512bb5a1e20"),
-        ({"template": "base"}, "3e7e475025089e7f"),
-        ({"template": "base", "search_tries": 4}, "af900ce3a12be1b2"),
-        ({"template": "chat"}, "c8147955b8b57679"),
-        ({"template": "few-shot"}, "a1c26b6898b5bfd0"),
-        ({"template": "qwen-instruct"}, "692fd1358b42b88c"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"template": "bare"}, "24f0f512bb5a1e20"), ({"template": "bare", "search_tries": 3}, "24f0f512bb5a1e20"),
+    ({"template": "base"}, "3e7e475025089e7f"), ({"template": "base", "search_tries": 4}, "af900ce3a12be1b2"),
+    ({"template": "chat"}, "c8147955b8b57679"), ({"template": "few-shot"}, "a1c26b6898b5bfd0"),
+    ({"template": "qwen-instruct"}, "692fd1358b42b88c"),
+])  # fmt: skip
 def test_countdown_rows_of_a_template_never_change(settings: dict[str, object], expected: str) -> None:
     assert digest_of_rows(build(ENUMERATED.model_copy(update=settings), 7)) == expected
 

@@ -22,11 +22,10 @@ from rlcore.errors import ConfigError, DataError
 TIMES = CustomData(train_size=200, validation_size=20)
 
 
-@pytest.mark.parametrize(
-    ("response", "total", "well_formed"),
-    [("12", 1, 1), (" 1 2\n", 1, 1), ("13", 0, 1), ("12.0", 0, 0), ("", 0, 0), ("\u0661\u0662", 0, 0),
-     ("9" * 10_000, 0, 0)],
-)  # fmt: skip
+@pytest.mark.parametrize(("response", "total", "well_formed"), [
+    ("12", 1, 1), (" 1 2\n", 1, 1), ("13", 0, 1), ("12.0", 0, 0), ("", 0, 0), ("\u0661\u0662", 0, 0),
+    ("9" * 10_000, 0, 0),
+])  # fmt: skip
 def test_multiplication_scores_products(response, total, well_formed):
     found = multiplication.score(response, {"product": 12})
     assert (found.total, found.parts["format"]) == (total, well_formed)
@@ -140,14 +139,10 @@ def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root
             list(build_mapped(settings.model_copy(update={"columns": (column,)}), 0).splits["train"])
 
 
-@pytest.mark.parametrize(
-    ("good", "value", "problem"),
-    [
-        *(("none", text, f"'{text}' of a missing")
-          for text in ("NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>")),
-        (1.0, math.nan, r"got nan \(columns"), (1.0, -math.inf, r"got -inf \(columns"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("good", "value", "problem"), [
+    *(("none", text, f"'{text}' of a missing") for text in ("NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>")),
+    (1.0, math.nan, r"got nan \(columns"), (1.0, -math.inf, r"got -inf \(columns"),
+])  # fmt: skip
 def test_missing_values_are_refused(good: object, value: object, problem: str, tmp_path: Path) -> None:
     rows = [{"question": "None", "answer": good}, {"question": "b?", "answer": value}]
     for split in ("train", "test"):
@@ -160,13 +155,10 @@ def test_missing_values_are_refused(good: object, value: object, problem: str, t
         list(build_mapped(MappedData(source=str(tmp_path)), 1).splits["train"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
-        ({"source": ""}, r"data.source: must be a folder or a hub id"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
+    ({"source": ""}, r"data.source: must be a folder or a hub id"),
+])  # fmt: skip
 def test_wrong_names_are_refused(tmp_path, artifacts_root, changes, message):
     for name in ("big", "small"):
         line = {"task": {"text": f"{name}: what?"}, "final": 1, "cut": "\ud83d"}

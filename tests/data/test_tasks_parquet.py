@@ -76,18 +76,15 @@ NO_PROMPT = "row 1: prompt must be messages with role and content, got"
 NO_TRUTH = "row 1: reward_model.ground_truth must have a value, got"
 
 
-@pytest.mark.parametrize(
-    ("broken", "truth", "message"),
-    [
-        *(({"prompt": prompt}, pa.int64(), f"{NO_PROMPT} [")
-          for prompt in ([{"role": "user", "content": "x"}, None], [], [{"role": "", "content": "x"}],
-                         [{"role": "user", "content": None}])),
-        *(({"reward_model": value}, pa.int64(), f"{NO_TRUTH} nothing; repair or remove the")
-          for value in ({"ground_truth": None}, None)),
-        *(({"reward_model": {"ground_truth": value}}, kind, f"{NO_TRUTH} {value}")
-          for kind, value in ((pa.float64(), math.nan), (pa.float64(), -math.inf), (pa.string(), "<NA>"))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("broken", "truth", "message"), [
+    *(({"prompt": prompt}, pa.int64(), f"{NO_PROMPT} [")
+      for prompt in ([{"role": "user", "content": "x"}, None], [], [{"role": "", "content": "x"}],
+                     [{"role": "user", "content": None}])),
+    *(({"reward_model": value}, pa.int64(), f"{NO_TRUTH} nothing; repair or remove the")
+      for value in ({"ground_truth": None}, None)),
+    *(({"reward_model": {"ground_truth": value}}, kind, f"{NO_TRUTH} {value}")
+      for kind, value in ((pa.float64(), math.nan), (pa.float64(), -math.inf), (pa.string(), "<NA>"))),
+])  # fmt: skip
 def test_unusable_rows_are_refused(tmp_path: Path, broken: dict[str, object], truth: pa.DataType, message: str) -> None:
     good = ROW | {"reward_model": {"style": "rule", "ground_truth": "7" if truth == pa.string() else 7}}
     file = written(tmp_path / "x.parquet", [good, good | broken], truth)
@@ -100,25 +97,18 @@ def test_files_of_different_kinds_are_refused(tmp_path: Path) -> None:
     settings = ParquetData(train_file=str(train), validation_file=str(tmp_path / "b.parquet"))
     with pytest.raises(DataError, match=r"^data\.validation_file: must be a parquet file that exists, got '/.*b\.parq"):
         build_parquet(settings, 0)
-    for truth, form, got in (
-        (pa.int64(), "chat", "int64, chat and text"),
-        (pa.int32(), "text", "int32 and int64"),
-    ):
+    for truth, form, got in ((pa.int64(), "chat", "int64, chat and text"), (pa.int32(), "text", "int32 and int64")):
         written(tmp_path / "b.parquet", [ROW], truth, prompt_form=form)
         with pytest.raises(DataError, match=f"one type of ground truth and one form of prompt, got {got}"):
             build_parquet(settings, 0)
 
 
-@pytest.mark.parametrize(
-    ("data_sources", "scorer"),
-    [
-        (("openai/gsm8k", "gsm8k"), "data.gsm8k:score"),
-        (("countdown",), "data.countdown:score"),
-        (("lighteval/MATH", "HuggingFaceH4/MATH-500", "math_dapo_reasoning", "aime_2025", "numina_cn_k12"),
-         "data.math:score"),
-        (("codecontests", "taco", "hiyouga/geometry3k", "searchR1_nq", "", "mathematics"), None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("data_sources", "scorer"), [
+    (("openai/gsm8k", "gsm8k"), "data.gsm8k:score"), (("countdown",), "data.countdown:score"),
+    (("lighteval/MATH", "HuggingFaceH4/MATH-500", "math_dapo_reasoning", "aime_2025", "numina_cn_k12"),
+     "data.math:score"),
+    (("codecontests", "taco", "hiyouga/geometry3k", "searchR1_nq", "", "mathematics"), None),
+])  # fmt: skip
 def test_scorers_follow_from_the_fields_data_sources(data_sources: tuple[str, ...], scorer: str | None) -> None:
     assert {scorer_of_row(ParquetData(), source) for source in data_sources} == {scorer}
     assert {scorer_of_row(ParquetData(scorer="a.b:c"), source) for source in data_sources} == {"a.b:c"}
@@ -181,17 +171,12 @@ def test_references_are_checked_by_the_scorer_of_their_row(tmp_path: Path) -> No
         check_references(unknown, 1, RewardConfig(), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("scorer", "truth"),
-    [
-        ("data.countdown:score", "18"),
-        ("data.countdown:score", '{"inputs": ["1"], "outputs": ["2"]}'),
-        ("data.gsm8k:score", {"target": 5, "numbers": [2, 3]}),
-        ("data.gsm8k:score_numeric", '{"inputs": ["1"], "outputs": ["2"]}'),
-        ("data.math:score", {"target": 5, "numbers": [2, 3]}),
-        ("data.code:score", "18"),
-    ],
-)
+@pytest.mark.parametrize(("scorer", "truth"), [
+    ("data.countdown:score", "18"), ("data.countdown:score", '{"inputs": ["1"], "outputs": ["2"]}'),
+    ("data.gsm8k:score", {"target": 5, "numbers": [2, 3]}),
+    ("data.gsm8k:score_numeric", '{"inputs": ["1"], "outputs": ["2"]}'),
+    ("data.math:score", {"target": 5, "numbers": [2, 3]}), ("data.code:score", "18"),
+])  # fmt: skip
 def test_unusable_ground_truths_are_refused_with_their_row(tmp_path: Path, scorer: str, truth: object) -> None:
     data = written_twice(tmp_path, [row("mine", truth, n) for n in range(3)], scorer=scorer)
     message = rf"{scorer} does not for 3 of 3 rows of train \(100\.0%\) .*:\n.*train\.parquet: row 0: reference"

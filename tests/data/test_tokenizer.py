@@ -60,18 +60,11 @@ def test_tokenizers_without_an_end_token_are_refused(trained_bpe: Tokenizer, tmp
 
 
 @EACH_WAY
-@pytest.mark.parametrize(
-    ("single", "before", "after"),
-    [
-        ("<|endoftext|> $A <|im_start|>", [0], [1]),
-        ("$A <|im_end|>", [], []),
-        ("<|im_start|> <|endoftext|> $A", [1, 0], []),
-        ("$A", [], []),
-    ],
-)
-def test_special_tokens_surround_plain_text(
-    trained_bpe: Tokenizer, tmp_path: Path, fast_path: bool, single: str, before: list[int], after: list[int]
-) -> None:
+@pytest.mark.parametrize(("single", "before", "after"), [
+    ("<|endoftext|> $A <|im_start|>", [0], [1]), ("$A <|im_end|>", [], []),
+    ("<|im_start|> <|endoftext|> $A", [1, 0], []), ("$A", [], []),
+])  # fmt: skip
+def test_special_tokens_surround_plain_text(trained_bpe, tmp_path, fast_path, single, before, after):
     core = Tokenizer.from_str(trained_bpe.to_str())
     (plain,), (response,) = encode_whole(core, ["a b"]), encode_whole(core, [" a b"])
     special = [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)]
@@ -105,9 +98,7 @@ def test_fast_path_is_checked_on_a_sample(chat_tokenizer: Path, monkeypatch: pyt
         found.encode_prompts(["x", "y"])
 
 
-def test_templates_without_tools_or_names_are_refused(
-    trained_bpe: Tokenizer, chat_tokenizer: Path, base_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_templates_without_tools_or_names_are_refused(trained_bpe, chat_tokenizer, base_tokenizer, tmp_path):
     tool = {"type": "function", "function": {"name": "f"}}
     [message] = user_prompts("a")
     with pytest.raises(DataError, match=rf"^{chat_tokenizer}: its chat template shows no tools to the model"):
@@ -170,9 +161,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Any, names: dict[str,
 
 
 @pytest.mark.parametrize("mixture", [False, True])
-def test_prompts_are_rendered_with_the_names(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, artifacts_root: Path, mixture: bool
-) -> None:
+def test_prompts_are_rendered_with_the_names(folder, tokenizer, artifacts_root, mixture):
     tasks = [CountdownData(train_size=20, validation_size=4, template="chat", number_high=high) for high in (40, 60)]
     parts = tuple(MixturePart(data=task, name=f"to-{task.number_high}") for task in tasks)
     dataset = build_dataset(MixtureData(parts=parts) if mixture else tasks[0], seed=1, root=artifacts_root)
@@ -190,9 +179,7 @@ def test_prompts_are_rendered_with_the_names(
             assert tokenizer.decode(row["prompt_ids"]) == rendered(tokenizer, row["prompt"], names, prompt=True)
 
 
-def test_demonstrations_are_rendered_with_the_names(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_demonstrations_are_rendered_with_the_names(folder, tokenizer, tmp_path):
     talks = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
         for question, reply in (("What is 2 + 2?", "It is 4."), ("Hello", "Hi."))
@@ -283,11 +270,9 @@ def test_tokenizers_that_do_not_split_at_single_spaces_are_refused(trained_bpe):
         assert PieceEncoder.of(tokenizer) is None
 
 
-@pytest.mark.parametrize(
-    ("last", "merges", "splits"),
-    [("\u0120b", [], True), ("a\u0120", [("a", "\u0120")], False)],
-    ids=["without merges", "merged over a space"],
-)
+@pytest.mark.parametrize(("last", "merges", "splits"), [
+    ("\u0120b", [], True), ("a\u0120", [("a", "\u0120")], False),
+], ids=["without merges", "merged over a space"])  # fmt: skip
 def test_probe_finds_tokens_over_spaces(last, merges, splits):
     letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), last]
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=merges))

@@ -132,9 +132,7 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, p
     return ids
 
 
-def test_gsm8k_is_filtered_with_the_models_template(
-    gsm8k_folder: Path, smollm2: Path, tokenizer: PreTrainedTokenizerBase, artifacts_root: Path, tmp_path: Path
-) -> None:
+def test_gsm8k_is_filtered_with_the_models_template(gsm8k_folder, smollm2, tokenizer, artifacts_root, tmp_path):
     source = tmp_path / "gsm8k"
     source.mkdir()
     for name in ("train.jsonl", "test.jsonl"):

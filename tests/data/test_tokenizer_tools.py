@@ -69,10 +69,7 @@ def test_replies_have_results_and_errors_of_calls():
     tools = Tools(named, "data.countdown:score")
     tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
     for text, reply in (
-        (
-            f"So {tagged('calculate', expression='(2 + 3) * 4')} and {tagged('waits', seconds=0)}",
-            "20\nwaited 0",
-        ),
+        (f"So {tagged('calculate', expression='(2 + 3) * 4')} and {tagged('waits', seconds=0)}", "20\nwaited 0"),
         (json.dumps({"name": "calculate", "parameters": {"expression": "2 + 3 * 4"}}), "14"),
         (tagged("calculator", expression="1"), "error: there is no tool 'calculator', only calculate, looks_up, waits"),
         (tagged("calculate", text="1"), "error: TypeError: missing a required argument: 'expression'"),

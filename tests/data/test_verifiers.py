@@ -127,22 +127,14 @@ def test_scores_are_those_of_the_package(folder: Path) -> None:
     assert [(one.total, one.parts) for one in found] == expected
 
 
-@pytest.mark.parametrize(
-    ("taskset", "message"),
-    [
-        ("odd:NoReward", "needs a reward, and has none"),
-        ("odd:Box", "needs a container"),
-        ("odd:Setup", "needs a harness for its method setup"),
-        ("odd:Tools", "needs a harness for its method toolsets"),
-        ("odd:Runs", "needs a runtime for files"),
-        ("odd:Silent", "needs a user who begins task 0"),
-        ("odd:Seen", "needs more than text in the prompt of task 0"),
-        ("paired:Fine", "needs Named of its package"),
-        ("odd:Plain", "TypeError: odd:Plain is no subclass of verifiers.v1.Taskset"),
-        ("odd:Nothing", "AttributeError"),
-        ("nothing:Nothing", "ModuleNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize(("taskset", "message"), [
+    ("odd:NoReward", "needs a reward, and has none"), ("odd:Box", "needs a container"),
+    ("odd:Setup", "needs a harness for its method setup"), ("odd:Tools", "needs a harness for its method toolsets"),
+    ("odd:Runs", "needs a runtime for files"), ("odd:Silent", "needs a user who begins task 0"),
+    ("odd:Seen", "needs more than text in the prompt of task 0"), ("paired:Fine", "needs Named of its package"),
+    ("odd:Plain", "TypeError: odd:Plain is no subclass of verifiers.v1.Taskset"), ("odd:Nothing", "AttributeError"),
+    ("nothing:Nothing", "ModuleNotFoundError"),
+])  # fmt: skip
 def test_taskset_that_needs_more_is_refused(folder: Path, taskset: str, message: str) -> None:
     with pytest.raises(DataError, match=rf"^data\.taskset: must .*{message}"):
         list(build(VerifiersData(taskset=taskset), 1).splits["validation"])

@@ -140,11 +140,9 @@ def test_killed_scorer_ends_its_program_without_sandbox(tmp_path: Path, monkeypa
 
 @shut_in
 @pytest.mark.parametrize(("answer", "total", "parts"), [
-    (f"```python\n{ADDS}{SUMS}\n```", 1.0, (1.0, 1.0)),
-    (f"```python\n{ADDS}print(7)\n```", 2 / 3, (0.0, 1.0)),
+    (f"```python\n{ADDS}{SUMS}\n```", 1.0, (1.0, 1.0)), (f"```python\n{ADDS}print(7)\n```", 2 / 3, (0.0, 1.0)),
     ("```python\ndef add(a, b) return\n```", 0.0, (0.0, 0.0)),
-    ("```python\nimport sys\nprint(7)\nsys.exit(0)\n```", 1 / 3, (0.0, 1.0)),
-    ("the answer is 7", 0.0, (0.0, 0.0)),
+    ("```python\nimport sys\nprint(7)\nsys.exit(0)\n```", 1 / 3, (0.0, 1.0)), ("the answer is 7", 0.0, (0.0, 0.0)),
     ("", 0.0, (0.0, 1.0)),
     (f"```python\nif input() == '3 4':\n    print(7)\nelse:\n    exec({HANGS!r})\n```", 1 / 3, (0.0, 1.0)),
 ])  # fmt: skip
@@ -180,9 +178,7 @@ def test_problem_files_and_bad_line(tmp_path: Path, artifacts_root: Path) -> Non
         build_dataset(config.data, seed=1, root=artifacts_root)
 
 
-def test_missing_sandbox_is_refused_unless_weak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_root: Path
-) -> None:
+def test_missing_sandbox_is_refused_unless_weak(tmp_path, monkeypatch, artifacts_root):
     broken = tmp_path / "bin" / "bwrap"
     broken.parent.mkdir()
     broken.write_text("#!/bin/sh\necho 'setting up uid map: Permission denied' >&2\nexit 1\n")
