@@ -31,8 +31,8 @@ PAGE = SOURCE_FOLDER / "docs" / "environments.md"
 
 def block_of_the_page(name: str) -> str:
     """The Python block of docs/environments.md that begins with the name of its file."""
-    blocks = (block for _, block in BLOCK.findall(PAGE.read_text(encoding="utf-8")))
-    return next(block for block in blocks if block.startswith(f"# {name}\n"))
+    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    return next(block for _, block in blocks if block.startswith(f"# {name}\n"))
 
 
 @contextmanager

@@ -26,8 +26,9 @@ from tests.helpers.tokenizer_kinds import KINDS
 def chat(*contents: str, system: str = "") -> dict[str, Any]:
     """Return a conversation that a user begins."""
     first = [{"role": "system", "content": system}] if system else []
-    roles = ("user", "assistant")
-    return {"messages": first + [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]}
+    return {
+        "messages": first + [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+    }
 
 
 def written(file: Path, rows: Iterable[Any]) -> Path:
@@ -72,11 +73,10 @@ def test_targets_are_the_assistants_turns(chat_tokenizer: Path, tmp_path: Path) 
 
 def test_fingerprint_depends_on_content_and_settings(chat_tokenizer: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "talks.jsonl", TALKS)
-    first = tokenized(file, chat_tokenizer)
-    assert tokenized(file, chat_tokenizer).cached
+    first, again = tokenized(file, chat_tokenizer), tokenized(file, chat_tokenizer)
+    assert again.cached
     assert tokenized(file, chat_tokenizer, max_tokens=1_000).directory.name != first.directory.name
-    copy = tmp_path / "elsewhere.jsonl"
-    copy.write_bytes(file.read_bytes())
+    copy = file.rename(tmp_path / "elsewhere.jsonl")
     assert tokenized(copy, chat_tokenizer).directory.name == first.directory.name, "the place does not count"
 
 
@@ -135,12 +135,9 @@ def test_prompts_and_completions_must_be_text(base_tokenizer: Path, tmp_path: Pa
      r"line 2: the chat template of .* drops or changes response 0 .*differently before the turns that follow"),
     (("m.content", "(m.content if m.role == 'user' else '')"), TALKS,
      r"line 1: the chat template of .* drops or changes response 0 .*does not write it as it is"),
-    (
-        ("'<|im_end|>\\n' }}{%- endfor", "'\\n' }}{%- endfor"),
-        TALKS,
-        r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
-        r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them",
-    ),
+    (("'<|im_end|>\\n' }}{%- endfor", "'\\n' }}{%- endfor"), TALKS,
+     r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
+     r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them"),
 ], ids=["drops earlier turns", "drops responses", "writes no end"])  # fmt: skip
 def test_templates_that_change_responses_are_refused(trained_bpe, tmp_path, change, rows, problem):
     template = CHAT_TEMPLATE.replace(*change)
@@ -169,10 +166,8 @@ def test_turns_end_at_the_first_stop_token(tmp_path: Path) -> None:
 def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokenizer: Path, tmp_path: Path) -> None:
     messages = chat("a", "first", "b", "second")["messages"]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]}]
-    rows = [
-        {"prompt": messages[:3], "completion": messages[3:]},
-        {"messages": [*parts, *chat("a", "c")["messages"][1:]]},
-    ]
+    in_parts = {"messages": [*parts, *chat("a", "c")["messages"][1:]]}
+    rows = [{"prompt": messages[:3], "completion": messages[3:]}, in_parts]
     trl, joined = tokens_of(tmp_path / "trl.jsonl", rows, chat_tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer)
     assert trl[0] == tokenizer.apply_chat_template(messages, return_dict=False)
@@ -184,15 +179,13 @@ def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokeniz
 def test_completions_continue_the_assistants_words(name: str, tmp_path: Path) -> None:
     """The first words of the turn are part of the prompt, and the rest of the turn is the target."""
     folder = KINDS[name].saved(tmp_path / "tokenizer")
-    prompt = [{"role": "user", "content": "What is 19 + 7?"}, {"role": "assistant", "content": "Let me see:"}]
-    completion = [{"role": "assistant", "content": " 19 + 7 = 26."}]
+    prompt, completion = chat("What is 19 + 7?", "Let me see:")["messages"], chat("", " 19 + 7 = 26.")["messages"][1:]
     rows = [{"prompt": prompt, "completion": completion}, chat("Hello", "Hi.")]
     row = tokens_of(tmp_path / "trl.jsonl", rows, folder)[0]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     begun = tokenizer.apply_chat_template(prompt, continue_final_message=True, return_dict=False)
-    joined = [prompt[0], {"role": "assistant", "content": "Let me see: 19 + 7 = 26."}]
-    assert row[1].index(True) == len(begun)
-    assert row[0][: len(begun)] == begun
+    joined = chat("What is 19 + 7?", "Let me see: 19 + 7 = 26.")["messages"]
+    assert (row[1].index(True), row[0][: len(begun)]) == (len(begun), begun)
     assert row[0] == tokenizer.apply_chat_template(joined, return_dict=False)
     assert target_text(tokenizer, row, skip_special_tokens=True).strip().startswith("19 + 7 = 26.")
 
@@ -200,15 +193,9 @@ def test_completions_continue_the_assistants_words(name: str, tmp_path: Path) ->
 def called(arguments: object, **more: object) -> dict[str, Any]:
     """Return a conversation with a call of a function, as in OpenAI's API."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    return {
-        "messages": [
-            {"role": "user", "content": "What is 2 + 5?"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "1", "content": "7"},
-            {"role": "assistant", "content": "It is 7."},
-        ],
-        **more,
-    }
+    asks, tells = chat("What is 2 + 5?", "It is 7.")["messages"]
+    calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {"messages": [asks, calls, {"role": "tool", "tool_call_id": "1", "content": "7"}, tells], **more}
 
 
 @pytest.fixture

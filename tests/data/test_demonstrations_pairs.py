@@ -28,7 +28,7 @@ def tokenized(file: Path, rows: list[Any], tokenizer: Path, loss: str = "dpo", *
     if file.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), file)
     else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file.write_text("\n".join(map(json.dumps, rows)))
     config = WarmStartConfig(demonstrations=str(file), loss=loss, **{"held_out_rows": 0, **settings})
     return tokenize_demonstrations(config, tokenizer, seed=1, root=file.parent)
 
@@ -53,10 +53,8 @@ def test_pairs_have_the_tokens_of_two_demonstrations(chat_tokenizer, base_tokeni
     rows = [{"prompt": twin["prompt"], "completion": twin[name]} for name in ("chosen", "rejected")]
     found = tokenized(tmp_path / "twin.jsonl", rows, tokenizer, "nll")
     chosen, rejected = read_demonstrations(found.directory / "train.parquet")
-    assert (pair.token_ids, pair.is_target) == (chosen.token_ids, chosen.is_target)
-    assert pair.rejected == rejected
-    assert any(chosen.is_target)
-    assert any(rejected.is_target)
+    assert (pair.token_ids, pair.is_target, pair.rejected) == (chosen.token_ids, chosen.is_target, rejected)
+    assert all(any(one.is_target) for one in (chosen, rejected))
     assert len(pair.reference) == sum(chosen.is_target) + sum(rejected.is_target)
     assert all(value != value for value in pair.reference), "it is unknown yet"
 

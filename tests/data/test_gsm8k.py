@@ -55,7 +55,7 @@ def perturbed(reference, rng):
 def test_published_solutions_score_one_and_perturbed_ones_zero(gsm8k_folder, artifacts_root):
     dataset = build_dataset(Gsm8kData(source=str(gsm8k_folder)), seed=1, root=artifacts_root)
     assert dataset.counts == {"train": 7_473, "validation": 1_319}
-    rng, num_wrong = random.Random(1), 0
+    rng = random.Random(1)
     for split, size in dataset.counts.items():
         rows = pq.read_table(dataset.directory / f"{split}.parquet").to_pylist()
         assert len(rows) == size
@@ -64,15 +64,13 @@ def test_published_solutions_score_one_and_perturbed_ones_zero(gsm8k_folder, art
             assert row["prompt"][0]["content"].endswith('output the final answer after "####".')
             for reference in (truth, {"answer": solution}):
                 assert score(solution, reference).total == score_numeric(solution, reference).total == 1.0
-            for response in perturbed(solution, rng):
-                num_wrong += score(response, truth).total != 0.0 or score_numeric(response, truth).total != 0.0
-    assert num_wrong == 0
+            for wrong in perturbed(solution, rng):
+                assert score(wrong, truth).total == score_numeric(wrong, truth).total == 0.0, wrong
 
 
 def test_broken_lines_are_named(tmp_path, artifacts_root):
-    lines = [
-        json.dumps({"question": f"{i}?", "answer": f"They are 3.\n{mark}3"}) for i, mark in enumerate(("#### ", ""))
-    ]
+    answers = ("They are 3.\n#### 3", "They are 3.\n3")
+    lines = [json.dumps({"question": f"{number}?", "answer": answer}) for number, answer in enumerate(answers)]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n\n".join(lines))
     with pytest.raises(DataError, match=r"test.jsonl|train.jsonl: line 3: .*must end in '#### <number>', got"):
@@ -83,17 +81,14 @@ def test_broken_lines_are_named(tmp_path, artifacts_root):
     assert dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1) != first
 
 
-def test_reference_numbers_are_read():
-    for answer, number in (("#### 18", "18"), ("x\n#### -1,234 ", "-1234"), ("#### 2.5", "2.5")):
-        assert reference_number(answer, "here") == number
-
-
 @pytest.mark.parametrize(("text", "within", "number"), [
     ("118", 3, 118), ("118", 2, None), ("18", 2, 18), (" 18", 2, 18), ("a 18", 3, 18), ("7. Then some words", 300, 7),
     ("it is 7 or so", 300, None), ("no digits", 300, None),
 ])  # fmt: skip
 def test_final_number_is_searched_within_the_limit(text, within, number):
     assert final_number(text, within) == number
+    for answer, written in (("#### 18", "18"), ("x\n#### -1,234 ", "-1234"), ("#### 2.5", "2.5")):
+        assert reference_number(answer, "here") == written
 
 
 @pytest.mark.parametrize(("line", "number"), [

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -54,11 +55,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
 
 @pytest.fixture
 def settings(server: Judge) -> Settings:
-    def make(**changes: object) -> JudgeConfig:
-        values = {"url": f"{server.url}/", "model": "m", "highest": 4, "deadline_s": 30}
-        return JudgeConfig.model_validate(values | changes)
-
-    return make
+    values = {"url": f"{server.url}/", "model": "m", "highest": 4, "deadline_s": 30}
+    return lambda **changes: JudgeConfig.model_validate(values | changes)
 
 
 def test_broken_judges_give_no_score_and_are_counted(cases, reward, caplog):
@@ -69,9 +67,7 @@ def test_broken_judges_give_no_score_and_are_counted(cases, reward, caplog):
     found = dict(zip(names, scores, strict=True))
     for name in GOOD:
         assert (found[name].total, dict(found[name].parts), found[name].failure) == (0.75, {"judge": 0.75}, None)
-    for name in HOSTILE:
-        assert found[name].failure, name
-        assert SECRET not in found[name].failure
+    assert [name for name in HOSTILE if not found[name].failure or SECRET in found[name].failure] == []
     assert num_unscored == len(HOSTILE)
     assert SECRET not in caplog.text
     assert "elsewhere" not in cases.seen, "the key followed a redirection"
@@ -80,9 +76,7 @@ def test_broken_judges_give_no_score_and_are_counted(cases, reward, caplog):
     assert "status 401" in str(found["wrong_key"].failure)
 
 
-@pytest.mark.parametrize(
-    ("levels", "highest", "second"), [(2, 1, 1.0), (5, 4, 0.25), (11, 0.6666667, 0.1), (3, 7, 0.5)]
-)
+@pytest.mark.parametrize(("levels", "highest", "second"), [(2, 1, 1), (5, 4, 0.25), (11, 0.6666667, 0.1), (3, 7, 0.5)])
 def test_structured_output_allows_levels_up_to_the_highest(reward, monkeypatch, levels, highest, second):
     made = reward(tries=1, levels=levels, highest=highest)
     monkeypatch.setenv(JUDGE_VARIABLE, made.judge.model_dump_json())
@@ -106,21 +100,21 @@ def test_unreachable_endpoints_are_named(settings: Settings) -> None:
     with socket.socket() as taken:  # bound and not listening
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        problem = f"no verdict of {address} (reward.judge.url) in 1 tries"
-        with pytest.raises(JudgeError, match=re.escape(problem)):
+        with pytest.raises(JudgeError, match=rf"no verdict of {address} \(reward\.judge\.url\) in 1 tries"):
             judge_response(settings(url=address, tries=1), "1", "{}")
 
 
 def test_requests_have_prompt_key_and_response_format(server, settings, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # the key is for the endpoint alone
-    prompt = "{response}|{ground_truth}|{other}"
-    made = settings(prompt=prompt, key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2)
+    made = settings(
+        key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2, prompt="{response}|{ground_truth}|{other}"
+    )
     server.replies = [(200, message("Fine.\n<score>1.5</score>"), {})]
     assert judge_response(made, "says {ground_truth}", '{"a": 1}') == 0.75
     ((path, headers, request),) = server.requests
     assert path == "/v1/chat/completions"
-    names = ("Content-Type", "Accept-Encoding", "Authorization")
-    assert [headers[name] for name in names] == ["application/json", "identity", "Bearer sk-1"]
+    expected = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Authorization": "Bearer sk-1"}
+    assert headers.items() >= expected.items()
     score = {"type": "number", "enum": [0, 0.5, 1, 1.5, 2]}
     schema = {"type": "object", "properties": {"score": score}, "required": ["score"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
@@ -155,11 +149,7 @@ def test_invalid_replies_are_not_retried(server: Judge, settings: Settings, repl
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
 def test_busy_endpoints_are_retried(server, settings, status, monkeypatch):
-    pauses: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-
+    sleep = AsyncMock()
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", FIRST_PAUSE_S)
     busy: Reply = (status, b"{}", {})
@@ -169,7 +159,7 @@ def test_busy_endpoints_are_retried(server, settings, status, monkeypatch):
     problem = f"in 4 tries (reward.judge.tries); the last one: the endpoint answered with status {status}"
     with pytest.raises(JudgeError, match=re.escape(problem)):
         judge_response(settings(tries=4), "x", "{}")
-    assert pauses == [0.5, 1.0, 0.5, 1.0, 2.0]
+    assert [pause.args[0] for pause in sleep.await_args_list] == [0.5, 1.0, 0.5, 1.0, 2.0]
 
 
 def test_deadline_ends_the_tries(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,17 +34,13 @@ def opened(server: Replies, **settings: Any) -> OpenEnv:
 
 
 def test_session_sends_row_and_texts(server: Replies) -> None:
-    server.reply = lambda message: observed(
-        hint=message["type"], turn=3, done=message["data"].get("guess") == "7", reward=0.5
-    )
+    more = {"turn": 3, "reward": 0.5}
+    server.reply = lambda message: observed(hint=message["type"], done=message["data"].get("guess") == "7", **more)
     environment = OpenEnv(server.address + "/")
     assert environment.reset({"seed": 2**40 + 5, "own_seed": 2**31 + 9, "answer": "x"}) == "reset"
     turns = [environment.step(text) for text in ("6", "7")]
-    assert server.received == [
-        {"type": "reset", "data": {"seed": 9, "answer": "x"}},
-        {"type": "step", "data": {"guess": "6"}},
-        {"type": "step", "data": {"guess": "7"}},
-    ]
+    steps = [{"type": "step", "data": {"guess": guess}} for guess in "67"]
+    assert server.received == [{"type": "reset", "data": {"seed": 9, "answer": "x"}}, *steps]
     assert [(turn.reply, turn.done, turn.reward) for turn in turns] == [("step", False, 0.5), ("step", True, 0.5)]
     assert turns[1].parts == {"invalid_actions": 0}
     assert server.num_open == 1
@@ -55,9 +51,8 @@ def test_session_sends_row_and_texts(server: Replies) -> None:
 def test_actions_and_observations_of_several_fields_are_json(server: Replies) -> None:
     server.action["times"] = {"type": "integer"}
     server.observation = {"board": {"type": "string"}, "score": {"type": "string"}}
-    server.reply = lambda message: (
-        observed(board="ab", score="1") if message["data"].get("times") != 0 else failed("VALIDATION_ERROR")
-    )
+    good, bad = observed(board="ab", score="1"), failed("VALIDATION_ERROR")
+    server.reply = lambda message: bad if message["data"].get("times") == 0 else good
     environment = OpenEnv(server.address)
     assert environment.reset({"seed": 1}) == '{"board": "ab", "score": "1"}'
     wrong = [environment.step(text) for text in ("4", "what", "[" * 100_000, '{"times": 0}')]
@@ -85,11 +80,14 @@ def test_wrong_replies_are_errors_with_the_address(server: Replies, reply: str |
     assert str(caught.value).startswith(f"episode.server: must be an OpenEnv server; got from {server.address} ")
 
 
-def test_slow_reply_is_an_error_before_the_deadline(server: Replies) -> None:
+def test_slow_reply_and_episode_over_at_reset_are_errors(server: Replies) -> None:
     environment = opened(server, deadline_s=1.0)
     server.reply = lambda _: str(server.ends.wait(60))
     with pytest.raises(ConnectionError, match=r"TimeoutError.* or raise episode\.deadline_s"):
         environment.step("4")
+    server.reply = lambda _: observed(hint="", turn=0, done=True)
+    with pytest.raises(ConnectionError, match=r"to reset: .* Correct the environment or the row"):
+        opened(server)
 
 
 @pytest.mark.parametrize("schema", ["[]", "no JSON", '{"action": {}}'])
@@ -111,12 +109,6 @@ def test_changed_schema_is_an_error(server: Replies) -> None:
         environment.step("4")
 
 
-def test_episode_that_is_over_at_reset_is_an_error(server: Replies) -> None:
-    server.reply = lambda _: observed(hint="", turn=0, done=True)
-    with pytest.raises(ConnectionError, match=r"to reset: .* Correct the environment or the row"):
-        opened(server)
-
-
 def test_key_is_sent_and_never_shown(server: Replies, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConnectionError, match=r"no key in MY_KEY \(episode.server_key_variable\). Export the variable"):
         opened(server, key_variable="MY_KEY")
@@ -132,8 +124,7 @@ def test_key_is_sent_and_never_shown(server: Replies, monkeypatch: pytest.Monkey
 def test_games_have_own_numbers_and_seeds() -> None:
     settings = CustomData(options=("Game {game} of many", "text"), train_size=20, validation_size=5)
     rows = build(settings, 3)
-    splits = {split: list(found) for split, found in rows.splits.items()}
-    every = splits["validation"] + splits["train"]
+    every = [*rows.splits["validation"], *rows.splits["train"]]
     assert [row.prompt[0].content for row in every] == [f"Game {number} of many" for number in range(25)]
     seeds = {row.ground_truth["seed"] for row in every}
     assert len(seeds) == 25
@@ -145,11 +136,12 @@ def test_games_have_own_numbers_and_seeds() -> None:
 
 
 def episode_of(kind: type[OpenEnv], address: str, seed: int) -> Episode:
-    config = RunConfig.model_validate({
-        "data": {"task": "custom", "environment": f"data.openenv:{kind.__name__}"},
-        "episode": {"server": address, "deadline_s": 30},
-    })  # fmt: skip
+    data = {"task": "custom", "environment": f"data.openenv:{kind.__name__}"}
+    config = RunConfig.model_validate({"data": data, "episode": {"server": address, "deadline_s": 30}})
     return Episode.start(str(seed), config, json.dumps({"seed": seed}), 0, max_kept=9)
+
+
+LOST = "LookupError: the process of this episode was lost, and its turns are not repeated (repeatable=False)"
 
 
 def test_games_of_the_package_survive_a_killed_process_if_repeatable(tmp_path: Path) -> None:
@@ -159,11 +151,7 @@ def test_games_of_the_package_survive_a_killed_process_if_repeatable(tmp_path: P
             for turn in range(4):
                 scores = pool.score([one.to_json() for one in episodes], [one.truth for one in episodes])
                 if turn == 2 and kind is OpenEnv:
-                    failures = {score.failure for score in scores}
-                    assert failures == {
-                        "LookupError: the process of this episode was lost, and its turns are not repeated "
-                        "(repeatable=False)"
-                    }
+                    assert {score.failure for score in scores} == {LOST}
                     break
                 for episode, score in zip(list(episodes), scores, strict=True):
                     assert score.failure is None

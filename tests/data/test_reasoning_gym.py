@@ -41,8 +41,7 @@ def test_rows_of_a_seed_are_distinct_and_score_one(artifacts_root: Path) -> None
     first, again = ({split: list(rows) for split, rows in build(SETTINGS, 1).splits.items()} for _ in range(2))
     assert first == again
     assert {name: len(rows) for name, rows in first.items()} == {"train": 40, "validation": 9}
-    other = list(build(SETTINGS, 2).splits["validation"])
-    assert other != first["validation"]
+    assert list(build(SETTINGS, 2).splits["validation"]) != first["validation"]
     questions = [row.prompt[0].content for rows in first.values() for row in rows]
     assert len(set(questions)) == 49
     assert {row.data_source for row in first["train"]} == {"reasoning_gym/chain_sum", "reasoning_gym/leg_counting"}
@@ -60,8 +59,8 @@ def test_rows_of_a_seed_are_distinct_and_score_one(artifacts_root: Path) -> None
 def test_levels_are_those_of_the_curriculum() -> None:
     pytest.importorskip("reasoning_gym")
     of_level = ReasoningGymData(tasks=("chain_sum@0",), train_size=1, validation_size=30)
-    easy = list(build(of_level, 1).splits["validation"])
-    hard = list(build(of_level.model_copy(update={"tasks": ("chain_sum@3",)}), 1).splits["validation"])
+    harder = of_level.model_copy(update={"tasks": ("chain_sum@3",)})
+    easy, hard = (list(build(settings, 1).splits["validation"]) for settings in (of_level, harder))
     assert sum(len(row.prompt[0].content) for row in easy) < sum(len(row.prompt[0].content) for row in hard)
     assert {row.difficulty for row in hard} == {3}
 
@@ -70,9 +69,7 @@ def test_tasks_with_too_few_problems_are_refused(monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr("data.reasoning_gym._TRIES", 1)
     small = ReasoningGymData(tasks=("tower_of_hanoi",), train_size=1, validation_size=120)
-    with pytest.raises(
-        DataError, match="tower_of_hanoi has fewer than 120 different problems for the validation split"
-    ):
+    with pytest.raises(DataError, match="tower_of_hanoi has fewer than 120 different problems for the validation spl"):
         build(small, 1)
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import datasets
@@ -64,14 +65,11 @@ def test_splits_are_one_file_or_ordered_shards(tmp_path: Path) -> None:
     touch(tmp_path, "c.txt", *(f"d-{number}-of-11.jsonl" for number in range(1, 12)))  # some writers count from 1
     touch(tmp_path, *(f"e-0000{number}-of-00002-abcdef012345678{number}.parquet" for number in range(2)))
     found = local_files(str(tmp_path), ["a", "b", "d", "a_more", "e"])
-    assert found is not None
     assert {split: [path.name for path in paths] for split, paths in found.items()} == {
-        "a": ["a-00000-of-00002.parquet", "a-00001-of-00002.parquet"],
-        "b": ["b.parquet"],
-        "d": [f"d-{number}-of-11.jsonl" for number in range(1, 12)],
-        "a_more": ["a_more.json"],
+        "a": [f"a-0000{number}-of-00002.parquet" for number in range(2)], "b": ["b.parquet"],
+        "d": [f"d-{number}-of-11.jsonl" for number in range(1, 12)], "a_more": ["a_more.json"],
         "e": [f"e-0000{number}-of-00002-abcdef012345678{number}.parquet" for number in range(2)],
-    }
+    }  # fmt: skip
     assert digests(str(tmp_path), ["b", "ab"]).keys() == {"b.parquet", "ab.jsonl"}
     for subset, named in (("main", "owner/name/main"), ("", "owner/name")):
         assert digests("owner/name", ["a"], subset, "a" * 40) == {"hub": named, "commit": "a" * 40}
@@ -143,33 +141,24 @@ def test_places_count_empty_lines_and_rows_of_all_batches(tmp_path: Path, monkey
     assert [record.values["a"] for record in found[:2]] == [1, "\ud83d"]
     monkeypatch.setattr("data.schema.ROWS_PER_GROUP", 2)
     pq.write_table(pa.table({"a": [5, 6, 7]}), tmp_path / "y.parquet")
-    assert [(record.where, record.values) for record in records(str(tmp_path), "y")] == [
-        (f"{tmp_path}/y.parquet: row {number}", {"a": number + 5}) for number in range(3)
-    ]
+    expected = [(f"{tmp_path}/y.parquet: row {number}", {"a": number + 5}) for number in range(3)]
+    assert [(record.where, record.values) for record in records(str(tmp_path), "y")] == expected
 
 
 OLD, NEW = "a" * 40, "b" * 40
 # The published dataset has two subsets and no default.
-CARD = "---\nconfigs:" + "".join(
-    f"""
-- config_name: {subset}
-  data_files:
-  - split: train
-    path: {subset}/train-*
-  - split: test
-    path: {subset}/test-*"""
-    for subset in ("main", "socratic")
-)
+FILES = "[{{split: train, path: {0}/train-*}}, {{split: test, path: {0}/test-*}}]"
+SUBSETS = ("main", "socratic")
+CARD = "---\nconfigs:" + "".join(f"\n- config_name: {name}\n  data_files: {FILES.format(name)}" for name in SUBSETS)
 
 
 def gsm8k(commit):
     files = {"README.md": f"{CARD}\n---\nof {commit}".encode()}
-    for subset in ("main", "socratic"):
-        for split, rows in (("train", 4), ("test", 2)):
-            questions = [f"{subset} {commit[0]} {split} {row}: what?" for row in range(rows)]
-            answers = [f"It is\n#### {row}" for row in range(rows)]
-            pq.write_table(pa.table({"question": questions, "answer": answers}), file := io.BytesIO())
-            files[f"{subset}/{split}-00000-of-00001.parquet"] = file.getvalue()
+    for subset, (split, rows) in product(SUBSETS, (("train", 4), ("test", 2))):
+        questions = [f"{subset} {commit[0]} {split} {row}: what?" for row in range(rows)]
+        answers = [f"It is\n#### {row}" for row in range(rows)]
+        pq.write_table(pa.table({"question": questions, "answer": answers}), file := io.BytesIO())
+        files[f"{subset}/{split}-00000-of-00001.parquet"] = file.getvalue()
     return files
 
 
@@ -259,10 +248,7 @@ def test_unavailable_datasets_are_refused_with_a_remedy(reach, artifacts_root):
         assert "of that name at v2 cannot be had (RevisionNotFound" in refused(source="somebody/puzzles", revision="v2")
         assert "somebody/puzzles/main, split train, cannot be read" in refused(source="somebody/puzzles")
     reach(hub.port)
-    for settings, words in (
-        ({}, "(hf download openai/gsm8k --repo-type dataset), or give data.source a folder"),
-        ({"revision": NEW}, f"(hf download openai/gsm8k --repo-type dataset --revision {NEW}), or give"),
-    ):
-        message = refused(**settings)
-        assert words in message
-        assert len(message) < 700
+    messages = refused(), refused(revision=NEW)
+    assert "(hf download openai/gsm8k --repo-type dataset), or give data.source a folder" in messages[0]
+    assert f"(hf download openai/gsm8k --repo-type dataset --revision {NEW}), or give" in messages[1]
+    assert max(map(len, messages)) < 700

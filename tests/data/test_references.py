@@ -73,8 +73,7 @@ def test_full_scores_are_stored_by_rows(tmp_path: Path) -> None:
     result = {"rows": {"train": 3, "validation": 1}, "total": 4, "unmet": {}, "shown": []}
     assert json.loads(stored.read_text()) == result
     before = stored.stat().st_mtime_ns
-    assert check(tmp_path, data) == ""
-    assert stored.stat().st_mtime_ns == before
+    assert (check(tmp_path, data), stored.stat().st_mtime_ns) == ("", before)
     check(tmp_path, mapped(tmp_path, "data.math:score", ["18", "1/2", "x+2"]))
     assert len(list(stored.parent.glob("references-*.json"))) == 2, "other rows are checked"
 
@@ -87,7 +86,7 @@ def test_unreadable_references_are_reported_and_refused_above_the_share(tmp_path
     assert f"{data.source}/train.jsonl: line 2: reference" in report
     assert check(tmp_path, data, max_unmet_references=0.25) == report, "a later start reports it too"
     with pytest.raises(
-        DataError, match=r"(?s)1 of 4 rows.*max_unmet_references=0\.24 is the share of a split that is acc"
+        DataError, match=r"(?s)1 of 4 rows.*max_unmet_references=0\.24 is the share of a split that is ac"
     ):
         check(tmp_path, data, max_unmet_references=0.24)
     data = mapped(tmp_path, "data.gsm8k:score", [*map(str, range(600)), "{}"], ["1", "{}", "{}"])
@@ -109,8 +108,9 @@ def test_slow_scorers_end_the_check_after_its_time(tmp_path: Path, monkeypatch: 
 
 
 def test_weights_of_unknown_parts_are_refused(tmp_path: Path) -> None:
-    message = r"^reward\.weights: must name parts of the score, got len\. .*data\.gsm8k:score"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(
+        ConfigError, match=r"^reward\.weights: must name parts of the score, got len\. .*data\.gsm8k:score"
+    ):
         check(tmp_path, mapped(tmp_path, "data.gsm8k:score", ["18"]), weights={"len": 1.0})
 
 
@@ -125,11 +125,10 @@ def test_all_references_of_gsm8k_earn_full_scores(gsm8k_folder: Path, tmp_path: 
     assert check(tmp_path, Gsm8kData(source=str(gsm8k_folder), scorer=scorer), max_unmet_references=0.0) == ""
 
 
-@pytest.mark.parametrize(
-    ("scorer", "unmet"), [("exact", 0), ("never_full", 0), ("long_words", 0), ("raises_at_seven", 1)]
-)
-def test_own_scorers_are_checked_in_their_form(tmp_path: Path, scorer: str, unmet: int) -> None:
+@pytest.mark.parametrize("scorer", ["exact", "never_full", "long_words", "raises_at_seven"])
+def test_own_scorers_are_checked_in_their_form(tmp_path: Path, scorer: str) -> None:
     """A scorer that does not read plain references is accepted, one that fails at a row is not."""
+    unmet = int(scorer == "raises_at_seven")
     data = mapped(tmp_path, f"own_scorers:{scorer}", ["18", "7", "a word", "4"], ["18"])
     report = check(tmp_path, data, max_unmet_references=1)
     assert (f"{unmet} of 4 rows of train" in report) == bool(report) == bool(unmet), report
@@ -153,16 +152,14 @@ def test_programs_are_checked_on_a_sample(tmp_path: Path) -> None:
 
 def test_generated_problems_judges_and_environments_are_unchecked(tmp_path: Path) -> None:
     rows = mapped(tmp_path, "", ["{}"]).source
-    for data in (
-        CountdownData(),
-        MappedData(source=rows, scorer="data.judge:score"),
-        MappedData(source=rows, environment="data.number_guessing:Game"),
-    ):
+    scorers = {"scorer": "data.judge:score"}, {"environment": "data.number_guessing:Game"}
+    for data in (CountdownData(), *(MappedData(source=rows, **scorer) for scorer in scorers)):
         assert check(tmp_path, data) == ""
     assert not list(tmp_path.glob("root/datasets/references-*.json"))
 
 
 PUBLISHED = Path(__file__).parent / "published"
+BWRAP = pytest.mark.program("bwrap")
 
 
 def settings_of(entry: str, root: Path) -> RunConfig:
@@ -170,11 +167,8 @@ def settings_of(entry: str, root: Path) -> RunConfig:
     findings = Findings()
     (given,) = read_suites([entry], findings)
     assert not findings.problems
-    suite = SuiteConfig.model_validate(given)
-    plain = RunConfig()
-    reward = plain.reward.model_copy(update={"num_processes": 1})
-    paths = plain.paths.model_copy(update={"root": str(root)})
-    return suite_settings(plain.model_copy(update={"paths": paths, "reward": reward}), suite)
+    plain = RunConfig(paths={"root": str(root)}, reward={"num_processes": 1})
+    return suite_settings(plain, SuiteConfig.model_validate(given))
 
 
 def prepared(entry: str, root: Path) -> tuple[RunConfig, list[dict[str, Any]]]:
@@ -191,9 +185,8 @@ def prepared(entry: str, root: Path) -> tuple[RunConfig, list[dict[str, Any]]]:
     ("aime25", "aime25", ["\\boxed{015}", "\\boxed{32}"], ["\\boxed{15.5}", "\\boxed{232}"]),
     ("ifeval", "ifeval", ["A lake lies still.", f"Kettle, kettle! {'And tea. ' * 20}"], ["Wide, deep.", "Tea."]),
     pytest.param("humaneval", "humaneval", ["```python\ndef twice(x):\n    return x + x\n```"], ["    return x"],
-                 marks=pytest.mark.program("bwrap")),
-    pytest.param("humaneval_base", "humaneval", ["    return x + x\n"], ["    return x\n"],
-                 marks=pytest.mark.program("bwrap")),
+                 marks=BWRAP),
+    pytest.param("humaneval_base", "humaneval", ["    return x + x\n"], ["    return x\n"], marks=BWRAP),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_published_form_is_read_and_scored(suite, files, right, wrong, artifacts_root):
     if suite == "ifeval":
@@ -207,20 +200,13 @@ def test_published_form_is_read_and_scored(suite, files, right, wrong, artifacts
 
 
 def test_base_suite_prompts_with_the_function_alone(artifacts_root: Path) -> None:
-    prompts = {}
-    for suite in ("humaneval", "humaneval_base"):
+    function = 'def twice(x: int) -> int:\n    """ Return two times x.\n    """'
+    for suite, form, more in (("humaneval", "chat", "\n \nComplete the function."), ("humaneval_base", "text", "")):
         data = settings_of(f"{suite}={PUBLISHED / 'humaneval'}", artifacts_root).data
         rows = task_of(data).build(data, 1)
-        first = next(iter(rows.splits["validation"]))
-        prompts[suite] = (rows.prompt_form, first.prompt[0].content)
-    function = 'def twice(x: int) -> int:\n    """ Return two times x.\n    """'
-    assert prompts["humaneval_base"] == ("text", function)
-    form, text = prompts["humaneval"]
-    assert form == "chat"
-    assert text.startswith(f"{function}\n \nComplete the function.")
-
-
-BWRAP = pytest.mark.program("bwrap")
+        prompt = next(iter(rows.splits["validation"])).prompt[0].content
+        assert (rows.prompt_form, prompt[: len(function + more)]) == (form, function + more)
+    assert prompt == function
 
 
 @pytest.mark.parametrize(("suite", "column", "value", "message"), [
@@ -228,9 +214,7 @@ BWRAP = pytest.mark.program("bwrap")
     ("ifeval", "kwargs", None, r"train\.jsonl: line 1: there is no column kwargs"),
     ("humaneval", "test", None, r"test\.jsonl: line 1: there is no column test \(columns: task_id"),
     ("ifeval", "instruction_id_list", ["punctuation:no_dots"], r"line 1.*no_dots.*repair or remove the row"),
-    pytest.param(
-        "humaneval", "canonical_solution", "    return None\n", r"must give full marks.*line 1: ", marks=BWRAP
-    ),
+    pytest.param("humaneval", "canonical_solution", "    return 0\n", r"must give full marks.*line 1: ", marks=BWRAP),
     ("math500", "answer", "\\approx 3", r"must give full marks.*line 1: reference .*approx 3"),
 ])  # fmt: skip
 def test_unusable_row_is_refused_with_file_and_line(suite, column, value, message, tmp_path, artifacts_root):

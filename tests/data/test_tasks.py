@@ -17,17 +17,9 @@ from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
 from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
 from rlcore.batching.prompts import read_prompts, read_solutions
-from rlcore.config import (
-    CountdownData,
-    CustomData,
-    FilterConfig,
-    MappedData,
-    MixtureData,
-    MixturePart,
-    RewardConfig,
-    RunConfig,
-)
+from rlcore.config import CountdownData, CustomData, FilterConfig, MappedData, RewardConfig, RunConfig
 from rlcore.config.compose import load_config
+from rlcore.config.data import MixtureData, MixturePart
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.layout import RunInputs
@@ -125,9 +117,8 @@ LOW = CountdownData(
 )  # fmt: skip
 DRAWN = CountdownData(train_size=90, validation_size=9, max_numbers=5)
 UNIFORM = CountdownData(train_size=90, validation_size=9, targets="uniform")
-BALANCED = CountdownData(
-    train_size=41, validation_size=6, min_numbers=2, max_numbers=5, balance_difficulty=True, template="bare"
-)
+EQUAL = {"balance_difficulty": True, "min_numbers": 2, "max_numbers": 5}
+BALANCED = CountdownData(train_size=41, validation_size=6, template="bare", **EQUAL)
 
 
 def digest(value: object) -> str:
@@ -180,13 +171,8 @@ def make(settings, tokenizer, root):
     return dataset, filter_dataset(dataset.directory, tokenizer, FilterConfig(), root=root)
 
 
-@pytest.fixture
-def mixed(scratch_tokenizer, artifacts_root):
-    return make(MIXED, scratch_tokenizer, artifacts_root)
-
-
-def test_parts_are_shared_by_mixtures(mixed, scratch_tokenizer, artifacts_root):
-    dataset, filtered = mixed
+def test_parts_are_shared_by_mixtures_and_keep_their_scorers(scratch_tokenizer, artifacts_root):
+    dataset, filtered = make(MIXED, scratch_tokenizer, artifacts_root)
     assert dataset.counts == filtered.counts == {"train": 150, "validation": 50}
     assert dataset_fingerprint(MIXED, 1) == dataset.directory.name
     alone, alone_filtered = make(HARD, scratch_tokenizer, artifacts_root)
@@ -195,23 +181,18 @@ def test_parts_are_shared_by_mixtures(mixed, scratch_tokenizer, artifacts_root):
     assert all(result.cached for result in (alone, alone_filtered, again, again_filtered))
     assert again.directory.name == dataset.directory.name
     other, _ = make(MixtureData(parts=PARTS[:2]), scratch_tokenizer, artifacts_root)
-    assert not other.cached
-    assert other.directory.name != dataset.directory.name
     name = dataset.directory.name
+    assert (other.cached, other.directory.name == name) == (False, False)
     planned = filtered_directory(name, scratch_tokenizer, FilterConfig(), root=artifacts_root)
     assert planned == filtered.directory
     row = f"| [{alone.directory.name}](../{alone.directory.name}) | 60 train, 20 validation |"
     assert row in (dataset.directory / "README.md").read_text()
 
-
-def test_responses_are_scored_by_the_scorer_of_their_part(mixed, scratch_tokenizer):
-    """A right response for one scorer is wrong for the other: separate digits, or an equation."""
-    prompts = Problems.read(RunConfig(data=MIXED), RunInputs(mixed[1].directory, scratch_tokenizer)).validation
+    # A right response for one scorer is wrong for the other: separate digits, or an equation.
+    prompts = Problems.read(RunConfig(data=MIXED), RunInputs(filtered.directory, scratch_tokenizer)).validation
     truths = [json.loads(prompt.ground_truth_json) for prompt in prompts]
-    responses = [
-        " ".join(str(truth["product"])) if "product" in truth else " + ".join(map(str, truth["numbers"]))
-        for truth in truths
-    ]
+    products = [" ".join(str(truth.get("product", ""))) for truth in truths]
+    responses = [text or " + ".join(map(str, truth["numbers"])) for text, truth in zip(products, truths, strict=True)]
     with ScoringPool(MIXED.scorer, RewardConfig(num_processes=1)) as pool:
         scores = pool.score(responses, [prompt.ground_truth_json for prompt in prompts])
         assert pool.errors == 0
@@ -231,11 +212,7 @@ def test_training_rows_that_another_part_holds_out_are_refused(scratch_tokenizer
 
 def test_invalid_parts_are_refused():
     parts = "[{weight:-1,data:{task:countdown}},{data:{task:gsm8k,sorce:x}},{data:{task:custm}}]"
-    with pytest.raises(ConfigError) as error:
+    first, second = "weight: must be greater than 0; got -1", "data.sorce: there is no such setting; got x"
+    entries = f"data.parts: entry 0: {first}.*data.parts: entry 1: {second}.*data.parts: entry 2: data"
+    with pytest.raises(ConfigError, match=f"(?s){entries}"):
         load_config(["data=mixture", f"data.parts={parts}", "model.path=some/model"])
-    for message in (
-        "data.parts: entry 0: weight: must be greater than 0; got -1",
-        "data.parts: entry 1: data.sorce: there is no such setting; got x",
-        "data.parts: entry 2: data",
-    ):
-        assert message in str(error.value)

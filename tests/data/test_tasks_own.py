@@ -69,9 +69,8 @@ def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.chdir(folder)
         monkeypatch.delitem(sys.modules, "reading_task", raising=False)
-        first = build_dataset(mine, seed=1, root=root)
-        assert not first.cached
-        assert build_dataset(mine, seed=1, root=root).cached
+        first, again = (build_dataset(mine, seed=1, root=root) for _ in range(2))
+        assert (first.cached, again.cached) == (False, True)
         (folder / "numbers" / "train.txt").write_text("1\n2\n4\n")
         second = build_dataset(mine, seed=1, root=root)
         assert (second.cached, second.counts["train"]) == (False, 3)
@@ -96,12 +95,11 @@ def test_option_files_are_named_by_file_or_folder(tmp_path: Path) -> None:
 def test_unusable_build_functions_are_refused(tmp_path, monkeypatch, artifacts_root):
     (tmp_path / "wrong_task.py").write_text("def build(settings, seed): return []\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name, message in (
-        *((name, r"data.build: must name a function") for name in ("nowhere:build", "data.multiplication:nothing")),
-        *((name, r"data.build: must name a function") for name in ("data.multiplication:_HIGHEST", "..:x")),
-        ("wrong_task:build", r"wrong_task:build must return data\.rows\.TaskRows, got list"),
-    ):
-        with pytest.raises(ConfigError if "data.build" in message else DataError, match=message):
+    unusable = ("nowhere:build", "data.multiplication:nothing", "data.multiplication:_HIGHEST", "..:x")
+    cases = [(name, ConfigError, r"data.build: must name a function") for name in unusable]
+    returned = r"wrong_task:build must return data\.rows\.TaskRows, got list"
+    for name, kind, message in (*cases, ("wrong_task:build", DataError, returned)):
+        with pytest.raises(kind, match=message):
             build_dataset(TIMES.model_copy(update={"build": name}), seed=1, root=artifacts_root)
 
 
@@ -177,18 +175,15 @@ def test_repeated_prompts_are_refused_with_their_line(mapped: MappedData, tmp_pa
         file.write('\n{"question": "train 1?", "answer": "7"}\n')
     assert validate_rows(mapped, 1, root, each_once=False) == 4
     with pytest.raises(
-        DataError, match=rf"^{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or"
+        DataError, match=rf"^{train}: line 5: the same prompt as {train}: line 2. Remove one of them, o"
     ):
         validate_rows(mapped, 1, root, each_once=True)
     with test.open("a") as file:
         file.write('{"question": "train 0?", "answer": "7"}\n')
-    problem = (
-        rf"^{test}: line 3: the same prompt as {train}: line 1, so validation would .* Remove it from one of the two"
-    )
-    with pytest.raises(DataError, match=problem):
+    again = rf"the same prompt as {train}: line 1, so validation would .* Remove it from one of the two"
+    with pytest.raises(DataError, match=f"^{test}: line 3: {again}"):
         validate_rows(mapped, 1, root, each_once=False)
-    assert validate_rows(CountdownData(), 1, root, each_once=True) is None
-    assert validate_rows(CustomData(), 1, root, each_once=True) is None
+    assert {validate_rows(data, 1, root, each_once=True) for data in (CountdownData(), CustomData())} == {None}
     made = first_row(mapped, 1, root)
     dataset = build_dataset(mapped, seed=1, root=root)
     assert inputs_of(dataset.directory) == input_digests(mapped)
@@ -209,11 +204,9 @@ def test_replies_compare_the_guess_with_the_number() -> None:
         game.reset({"seed": seed})
         number = random.Random(seed).randint(1, 7)
         for guess in range(-1, 10):
-            turn = game.step(f" {guess} " if guess >= 0 else "what")
-            if guess == number:
-                assert (turn.reply, turn.done, turn.reward, turn.parts) == ("", True, 1.0, {"correct": 1.0})
-            else:
-                reply = ":" if guess < 0 else "+" if guess < number else "-"
-                assert (turn.reply, turn.done, turn.reward, turn.parts) == (reply, False, -0.1, {"correct": 0.0})
+            turn, right = game.step(f" {guess} " if guess >= 0 else "what"), guess == number
+            reply = "" if right else ":" if guess < 0 else "+" if guess < number else "-"
+            assert (turn.reply, turn.done, turn.reward) == (reply, right, 1.0 if right else -0.1)
+            assert turn.parts == {"correct": float(right)}
     for text in ("\u00b2", "1" * 5_000):
         assert game.step(text).reply == ":"

@@ -23,12 +23,10 @@ from rlcore.run.layout import RunInputs
 from rlcore.run.problems import Problems
 
 ROW: dict[str, object] = {
-    "data_source": "own",
+    "data_source": "own", "ability": None, "reward_model": {"style": "rule", "ground_truth": 7},
     "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}],
-    "ability": None,
-    "reward_model": {"style": "rule", "ground_truth": 7},
     "extra_info": {"split": "train", "index": 0, "difficulty": 3, "solution": "7", "distractor": None},
-}
+}  # fmt: skip
 
 
 def written(path: Path, rows: list[dict[str, object]], truth: pa.DataType, **document: str) -> Path:
@@ -44,11 +42,10 @@ def row(source: str | None, truth: object, number: int = 0, **more: Any) -> dict
 
 def written_twice(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> ParquetData:
     held_out = [{**one, "prompt": [{"content": f"held out {n}?", "role": "user"}]} for n, one in enumerate(rows)]
-    for split, content in (("train", rows), ("test", held_out)):
-        pq.write_table(pa.Table.from_pylist(content), folder / f"{split}.parquet")
-    return ParquetData(
-        train_file=str(folder / "train.parquet"), validation_file=str(folder / "test.parquet"), **changes
-    )
+    for setting, name, content in (("train_file", "train", rows), ("validation_file", "test", held_out)):
+        pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet")
+        changes[setting] = str(folder / f"{name}.parquet")
+    return ParquetData(**changes)
 
 
 def test_rows_and_form_of_prompt_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +132,8 @@ def test_rows_are_scored_by_their_data_source(tmp_path: Path, artifacts_root: Pa
 def test_unknown_data_sources_are_refused(tmp_path: Path, artifacts_root: Path) -> None:
     rows = [row("openai/gsm8k", "18"), *(row(name, '{"inputs": ["1"]}', n) for n, name in enumerate(("taco", "apps")))]
     data = written_twice(tmp_path, rows)
-    message = (
-        f"data.scorer: must be given for {tmp_path}/train.parquet: its rows have the data_source apps, taco, for which "
-        "no scorer is known. Set data.scorer,"
-    )
-    with pytest.raises(DataError, match=f"^{re.escape(message)}"):
+    message = "its rows have the data_source apps, taco, for which no scorer is known. Set data.scorer,"
+    with pytest.raises(DataError, match=rf"^data\.scorer: must be given for {tmp_path}/train\.parquet: {message}"):
         validate_rows(data, 1, artifacts_root, each_once=True)
     own = data.model_copy(update={"scorer": "my.own:score"})
     assert validate_rows(own, 1, artifacts_root, each_once=True) is None
@@ -151,13 +145,11 @@ def test_unknown_data_sources_are_refused(tmp_path: Path, artifacts_root: Path) 
 def test_first_row_names_its_scorer(tmp_path: Path, artifacts_root: Path) -> None:
     data = written_twice(tmp_path, [row("countdown", {"target": 3, "numbers": [1, 2]})])
     before = first_row(data, 1, artifacts_root)
-    assert before is not None
     assert '"scorer": "data.countdown:score"' in before.ground_truth_json
     build_dataset(data, seed=1, root=artifacts_root)
     assert first_row(data, 1, artifacts_root) == before
-    own = first_row(data.model_copy(update={"scorer": "my.own:score"}), 1, artifacts_root)
-    assert own is not None
-    assert "scorer" not in own.ground_truth_json
+    own = data.model_copy(update={"scorer": "my.own:score"})
+    assert "scorer" not in first_row(own, 1, artifacts_root).ground_truth_json
 
 
 def test_references_are_checked_by_the_scorer_of_their_row(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,7 @@ from data import tokenizer as tokenizers
 from data.demonstrations import tokenize_demonstrations
 from data.filter import filter_dataset
 from data.tasks import build_dataset
-from data.tokenizer import (
-    FastPathError,
-    PieceEncoder,
-    PromptTokenizer,
-    encode_whole,
-    load_tokenizer,
-    to_bytes,
-    tokenizer_fingerprint,
-)
+from data.tokenizer import FastPathError, PieceEncoder, PromptTokenizer, encode_whole, to_bytes, tokenizer_fingerprint
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import CountdownData, FilterConfig, MixtureData, WarmStartConfig
 from rlcore.config.data import RENDERING_NAMES, MixturePart
@@ -53,10 +46,8 @@ def test_fingerprint_depends_on_the_tokenizers_files(chat_tokenizer, tmp_path):
 
 def test_tokenizers_without_an_end_token_are_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained_bpe.to_str())).save_pretrained(tmp_path)
-    with pytest.raises(
-        DataError, match=rf"^{tmp_path}: the tokenizer has no eos_token; set it in tokenizer_config\.js"
-    ):
-        load_tokenizer(tmp_path)
+    with pytest.raises(DataError, match=rf"^{tmp_path}: the tokenizer has no eos_token; set it in tokenizer_config\."):
+        tokenizers.load_tokenizer(tmp_path)
 
 
 @EACH_WAY
@@ -114,12 +105,12 @@ def test_templates_without_tools_or_names_are_refused(trained_bpe, chat_tokenize
     thinks = saved(trained_bpe, tmp_path / "thinks", chat_template=CHAT_TEMPLATE + "{{ think }}{{ depth }}")
     found = PromptTokenizer(thinks, chat=True, chat_template_kwargs={"think": 7})
     assert found.render(message).endswith("assistant\n7")
-    with pytest.raises(DataError) as error:
-        PromptTokenizer(thinks, chat=True, chat_template_kwargs={"thinks": 1, "deep": 2})
-    assert str(error.value) == (
-        f"{thinks}: its chat template does not read deep, thinks (data.chat_template_kwargs), only depth, think. "
-        "Correct the name or leave it out, or put a chat_template.jinja that reads it next to the tokenizer"
+    problem = (
+        r"its chat template does not read deep, thinks \(data\.chat_template_kwargs\), only depth, think\. Correct "
     )
+    remedy = r"the name or leave it out, or put a chat_template\.jinja that reads it next to the tokenizer"
+    with pytest.raises(DataError, match=f"^{thinks}: {problem}{remedy}$"):
+        PromptTokenizer(thinks, chat=True, chat_template_kwargs={"thinks": 1, "deep": 2})
 
 
 def test_texts_are_neither_truncated_nor_padded(trained_bpe: Tokenizer, tmp_path: Path) -> None:
@@ -128,7 +119,7 @@ def test_texts_are_neither_truncated_nor_padded(trained_bpe: Tokenizer, tmp_path
     expected = encode_whole(core, texts)
     core.enable_truncation(2)
     core.enable_padding(length=4)
-    found = load_tokenizer(saved(core, tmp_path, chat_template=None))
+    found = tokenizers.load_tokenizer(saved(core, tmp_path, chat_template=None))
     assert encode_whole(found.backend_tokenizer, texts) == expected
     assert PromptTokenizer(tmp_path, chat=False, chat_template_kwargs={"deep": 1}).texts([[]]) == [""]
     assert np.frombuffer(to_bytes([1, 2]), dtype=np.int32).tolist() == [1, 2]
@@ -180,23 +171,19 @@ def test_prompts_are_rendered_with_the_names(folder, tokenizer, artifacts_root, 
 
 
 def test_demonstrations_are_rendered_with_the_names(folder, tokenizer, tmp_path):
-    talks = [
-        [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-        for question, reply in (("What is 2 + 2?", "It is 4."), ("Hello", "Hi."))
-    ]
+    texts = ("What is 2 + 2?", "It is 4."), ("Hello", "Hi.")
+    talks = [[{"role": "user", "content": one}, {"role": "assistant", "content": two}] for one, two in texts]
     file = tmp_path / "talks.jsonl"
     file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     config = WarmStartConfig(demonstrations=str(file), held_out_rows=0)
-    plain, loud = (
-        tokenize_demonstrations(config, folder, seed=1, root=tmp_path, chat_template_kwargs=names)
-        for names in ({}, LOUD)
-    )
-    assert plain.directory != loud.directory
-    for found, names in ((plain, {}), (loud, LOUD)):
-        for row, talk in zip(read_demonstrations(found.directory / "train.parquet"), talks, strict=True):
+    made = partial(tokenize_demonstrations, config, folder, seed=1, root=tmp_path)
+    directories = [made(chat_template_kwargs=names).directory for names in ({}, LOUD)]
+    assert directories[0] != directories[1]
+    for directory, names in zip(directories, ({}, LOUD), strict=True):
+        for row, talk in zip(read_demonstrations(directory / "train.parquet"), talks, strict=True):
             assert tokenizer.decode(list(row.token_ids)) == rendered(tokenizer, talk, names, prompt=False)
     with pytest.raises(DataError, match="does not read voise"):
-        tokenize_demonstrations(config, folder, seed=1, root=tmp_path, chat_template_kwargs={"voise": "loud"})
+        made(chat_template_kwargs={"voise": "loud"})
 
 
 def test_arguments_of_transformers_are_not_template_names() -> None:
@@ -217,9 +204,7 @@ MANY = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCh
 
 @pytest.fixture(scope="module")
 def encoder(trained_bpe):
-    encoder = PieceEncoder.of(trained_bpe)
-    assert encoder is not None
-    return encoder
+    return PieceEncoder.of(trained_bpe)
 
 
 @MANY
@@ -259,15 +244,13 @@ def changed(core, **parts):
 
 def test_tokenizers_that_do_not_split_at_single_spaces_are_refused(trained_bpe):
     assert PieceEncoder.of(changed(trained_bpe)) is not None
-    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words, greedy = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")), changed(trained_bpe)
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    greedy = changed(trained_bpe)
     greedy.add_special_tokens([AddedToken("<|end|>", rstrip=True)])
     unsplit = changed(trained_bpe, description={"pre_tokenizer": None})
     prefixed = changed(trained_bpe, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True))
     lowered = changed(trained_bpe, normalizer=normalizers.Lowercase())
-    for tokenizer in (words, greedy, unsplit, prefixed, lowered):
-        assert PieceEncoder.of(tokenizer) is None
+    assert [PieceEncoder.of(tokenizer) for tokenizer in (words, greedy, unsplit, prefixed, lowered)] == [None] * 5
 
 
 @pytest.mark.parametrize(("last", "merges", "splits"), [

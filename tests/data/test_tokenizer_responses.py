@@ -1,7 +1,6 @@
 """Responses are tokenized with their prompt, as the template writes both, for tokenizers of every kind."""
 
 import random
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +18,8 @@ from tests.data.conftest import user_prompts
 from tests.helpers.tokenizer_kinds import KINDS
 
 NUM_ROWS = 200
-WORDS = (
-    "What", "is", "19", "+", "7?", "(12", "*", "3)", "It's", "caf\u00e9", "\u4e2d\u6587", 'x.', 'a\nb', 'a  b', '"q"',
-    '####',
-)  # fmt: skip
+WORDS = ["What", "is", "19", "+", "7?", "(12", "*", "3)", "It's", "caf\u00e9", "\u4e2d\u6587", "x.", "a\nb", "a  b"]
+WORDS += ['"q"', "####"]
 
 
 def sentences(rng: random.Random, number: int) -> list[str]:
@@ -75,9 +72,8 @@ def test_prompt_and_response_are_the_tokens_of_the_conversation(kind: tuple[str,
             assert (target, "the end of the prompt" in unwritten[place]) == (b"", True)
             continue
         assert place not in unwritten
-        begun = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not is_continued, continue_final_message=is_continued
-        )
+        end = {"add_generation_prompt": not is_continued, "continue_final_message": is_continued}
+        begun = tokenizer.apply_chat_template(messages, tokenize=False, **end)
         assert text == begun
         assert listed(before) == tokens_of(tokenizer, begun)
         last = {"role": "assistant", "content": (messages.pop()["content"] if is_continued else "") + response}
@@ -127,18 +123,16 @@ def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, prompt: bool = False) -> list[int]:
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokens_of(tokenizer, text)
     assert tokenizer.decode(ids) == text
     return ids
 
 
 def test_gsm8k_is_filtered_with_the_models_template(gsm8k_folder, smollm2, tokenizer, artifacts_root, tmp_path):
-    source = tmp_path / "gsm8k"
-    source.mkdir()
     for name in ("train.jsonl", "test.jsonl"):
-        with (gsm8k_folder / name).open(encoding="utf-8") as lines:
-            (source / name).write_text("".join(islice(lines, 400)), encoding="utf-8")
-    dataset = build_dataset(Gsm8kData(source=str(source)), seed=1, root=artifacts_root)
+        lines = (gsm8k_folder / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (tmp_path / name).write_text("".join(lines[:400]), encoding="utf-8")
+    dataset = build_dataset(Gsm8kData(source=str(tmp_path)), seed=1, root=artifacts_root)
     settings = FilterConfig(max_prompt_tokens=160)
     filtered = filter_dataset(dataset.directory, smollm2, settings, root=artifacts_root)
     rows = pq.read_table(filtered.directory / "train.parquet").to_pylist()
