@@ -8,17 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.config import CountdownData, RunConfig
+from rlcore.config import fingerprint as fingerprints
 from rlcore.config.base import covers, leaves
-from rlcore.config.fingerprint import (
-    changed_settings,
-    fingerprint,
-    fixed_settings,
-    may_change,
-    run_directory,
-    run_id,
-    settings_fingerprint,
-    total_steps_may_change,
-)
+from rlcore.config.fingerprint import changed_settings, fingerprint, fixed_settings, may_change, settings_fingerprint
 from rlcore.config.run import all_keys, section_names
 from tests.helpers.settings import changed
 
@@ -79,7 +71,7 @@ STEPS = [{"trainer": {"total_steps": steps}} for steps in (100, 200)]
 ])  # fmt: skip
 def test_total_steps_may_change_without_schedule(sections, free):
     short, long = (RunConfig.model_validate(sections | steps) for steps in STEPS)
-    assert total_steps_may_change(short) == free
+    assert fingerprints.total_steps_may_change(short) == free
     assert (settings_fingerprint(short) == settings_fingerprint(long)) == free
     changed = {("trainer.total_steps", "100"), ("trainer.total_steps", "200")}
     assert lasting(short) ^ lasting(long) == (set() if free else changed)
@@ -93,10 +85,8 @@ def test_total_steps_may_change_without_schedule(sections, free):
     ({"enabled": False}, True),
 ])  # fmt: skip
 def test_warm_start_chunks_count_if_best_is_chosen(warm_start, may_change):
-    usual, shorter = (
-        settings_fingerprint(RunConfig.model_validate({"warm_start": warm_start | more}))
-        for more in ({}, {"steps_per_chunk": 20})
-    )
+    runs = [RunConfig(warm_start=warm_start | more) for more in ({}, {"steps_per_chunk": 20})]
+    usual, shorter = map(settings_fingerprint, runs)
     assert (usual == shorter) == may_change
 
 
@@ -104,6 +94,9 @@ def test_fingerprint_is_pinned():
     """A changed fingerprint would make every finished run and dataset be made again."""
     assert fingerprint("data", {"b": [1, 2.5, None, True], "a": "ü"}) == "1753bb32d13d5981"
     assert len({fingerprint(stage, payload) for stage in ("a", "b") for payload in (1, "1", [1], None, {})}) == 10
+    section, text = CountdownData(), {"p": "a/b", "s": ["a", "b"]}
+    assert fingerprint("x", section) == fingerprint("x", section.model_dump(mode="json"))
+    assert fingerprint("x", {"p": Path("a/b"), "s": {"b", "a"}}) == fingerprint("x", text)
 
 
 JSON = st.recursive(
@@ -120,12 +113,6 @@ def test_fingerprint_ignores_order_of_keys(payload):
     assert len(fingerprint("x", payload)) == 16
 
 
-def test_fingerprint_of_sections_paths_and_sets():
-    section = CountdownData()
-    assert fingerprint("x", section) == fingerprint("x", section.model_dump(mode="json"))
-    assert fingerprint("x", {"p": Path("a/b"), "s": {"b", "a"}}) == fingerprint("x", {"p": "a/b", "s": ["a", "b"]})
-
-
 @pytest.mark.parametrize("payload", [object(), {"a": 1j}, float("nan")])
 def test_fingerprint_rejects_other_values(payload):
     with pytest.raises((TypeError, ValueError), match=r"pass plain values|JSON compliant"):
@@ -134,10 +121,10 @@ def test_fingerprint_rejects_other_values(payload):
 
 def test_run_ids():
     config = RunConfig(name="mine", seed=7)
-    assert run_id(config) == f"mine-s7-{settings_fingerprint(config)[:8]}"
-    assert run_id(config.model_copy(update={"run_id": "given"})) == "given"
+    assert (found := fingerprints.run_id(config)) == f"mine-s7-{settings_fingerprint(config)[:8]}"
+    assert fingerprints.run_id(config.model_copy(update={"run_id": "given"})) == "given"
     elsewhere = RunConfig.model_validate({"name": "mine", "seed": 7, "paths": {"root": "other"}})
-    assert run_directory(elsewhere) == Path("other/runs") / run_id(config)
+    assert fingerprints.run_directory(elsewhere) == Path("other/runs") / found
 
 
 def test_changed_settings_differ_from_defaults():
@@ -152,9 +139,8 @@ def test_changed_settings_differ_from_defaults():
 
 def test_fixed_settings_of_parts_have_no_seed():
     part = {"data": {"task": "countdown"}}
-    config = RunConfig.model_validate(
-        {"data": {"task": "mixture", "parts": [part, part]}, "validation": {"suites": [{"name": "x", **part}]}}
-    )
+    suites = {"suites": [{"name": "x", **part}]}
+    config = RunConfig.model_validate({"data": {"task": "mixture", "parts": [part, part]}, "validation": suites})
     lasting = fixed_settings(config)
     assert [one["data"]["task"] for one in lasting["data.parts"]] == ["countdown"] * 2
     assert "seed" not in str(lasting["data.parts"])

@@ -53,11 +53,9 @@ def test_home_is_expanded_for_known_users() -> None:
 
 
 def test_value_at_missing_key_is_absent() -> None:
-    config = RunConfig()
-    assert value_at(config, "trainer.total_steps") == 100
+    config, keys = RunConfig(), ("trainer.total_steps", "critic.optim.lr", "data.nothing")
+    assert [value_at(config, key, "none") for key in keys] == [100, "none", "none"]
     assert value_at(config, "critic.optim.lr") is None
-    assert value_at(config, "critic.optim.lr", "none") == "none"
-    assert value_at(config, "data.nothing", "none") == "none"
 
 
 def test_settings_page_is_current_and_has_every_key():

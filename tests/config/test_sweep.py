@@ -1,6 +1,7 @@
 """A sweep's file is checked before any run starts, and all its mistakes are reported."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,8 @@ def mistakes(load):
         with pytest.raises(ConfigError) as caught:
             load(text, *overrides)
         head, *lines = str(caught.value).splitlines()
-        if not lines:
-            return [head]
-        assert head == f"{len(lines)} problems in the settings:"
-        return [line.partition(". ")[2] for line in lines]
+        assert not lines or head == f"{len(lines)} problems in the settings:"
+        return [line.partition(". ")[2] for line in lines] or [head]
 
     return mistakes
 
@@ -117,9 +116,7 @@ def test_mistakes_of_one_kind_are_reported_together(mistakes, text, keys):
 
 def test_grid_is_every_combination(load):
     sweep = load(HEAD + "grid: {optim.lr: [1e-3, 2e-3], algo: [grpo, rloo]}\nseeds: [4, 5]")
-    assert [tuple(point.values()) for point in sweep.points] == [
-        (1e-3, "grpo"), (1e-3, "rloo"), (2e-3, "grpo"), (2e-3, "rloo"),
-    ]  # fmt: skip
+    assert [tuple(point.values()) for point in sweep.points] == list(product((1e-3, 2e-3), ("grpo", "rloo")))
     assert sweep.overrides_of(sweep.points[1], 5) == ["optim.lr=0.001", "algo=rloo", "seed=5"]
     assert sweep.rungs(sweep.base) == (2,)
     long = "overrides: [trainer.total_steps=30, trainer.steps_per_chunk=2]\n"
@@ -160,11 +157,9 @@ def test_budget_and_overrides_of_command_are_added(load):
     shared = "overrides: [trainer.total_steps=8, optim.grad_clip=2]\n"
     text = HEAD + shared + "grid: {optim.lr: [1]}\nbudget: {runs: 3, hours: 1}"
     sweep = load(text, "trainer.total_steps=6", budget=Budget(runs=1))
-    assert (sweep.spec.budget.runs, sweep.spec.budget.hours) == (1, 1)
+    assert (sweep.spec.budget.runs, sweep.spec.budget.hours, sweep.base.trainer.total_steps) == (1, 1, 6)
     assert sweep.overrides == ("optim.grad_clip=2", "trainer.total_steps=6")
-    assert sweep.base.trainer.total_steps == 6
-    assert sweep.sweep_id == load(text, "trainer.total_steps=6").sweep_id
-    assert sweep.sweep_id != load(text).sweep_id
+    assert load(text, "trainer.total_steps=6").sweep_id == sweep.sweep_id != load(text).sweep_id
     assert re.fullmatch("a-[0-9a-f]{8}", sweep.sweep_id)
 
 
