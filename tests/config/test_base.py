@@ -126,6 +126,12 @@ rollout.tensor_parallel_size: $GPUS + model.scratch.hidden_size=192 model.scratc
     model.scratch.num_heads=4 model.scratch.hidden_size=128 ; $GPUS model.scratch.num_heads=2 +
     model.scratch.hidden_size=192 model.scratch.intermediate_size=99 |
 """
+CONTEXT = "with filter.max_prompt_tokens must be at most the model's context (model.scratch.max_position_embeddings)"
+VLLM_HEADS = "must have heads of a width that vLLM knows with rollout.engine=vllm: "
+ON_A_CPU = f"{VLLM_HEADS}on a CPU one of 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
+COVERED = "must cover every number and target from 0 up"
+DEALT = "must divide the model's heads and its feed-forward width"
+ROOM = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and response"
 
 
 def _cases() -> list[Any]:
@@ -201,14 +207,6 @@ def _copy(source, target, parts):
         target[last] = source[last]
     else:
         target.pop(last, None)
-
-
-CONTEXT = "with filter.max_prompt_tokens must be at most the model's context (model.scratch.max_position_embeddings)"
-VLLM_HEADS = "must have heads of a width that vLLM knows with rollout.engine=vllm: "
-ON_A_CPU = f"{VLLM_HEADS}on a CPU one of 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
-COVERED = "must cover every number and target from 0 up"
-DEALT = "must divide the model's heads and its feed-forward width"
-ROOM = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and response"
 
 
 @pytest.mark.parametrize(("words", "says", "got", "remedy"), [

@@ -25,6 +25,18 @@ DATA_TASKS = ("countdown", "custom", "gsm8k", "mapped", "mixture", "parquet", "r
 TASKS: dict[str, dict[str, Any]] = {task: FULL | {"data": {"task": task}} for task in DATA_TASKS}
 COUNTS_WITH = {"warm_start.enabled": {"warm_start.steps_per_chunk"}}
 """Other settings that count only with a key."""
+CHANGEABLE = [
+    (task, key)
+    for task, base in TASKS.items()
+    for key in [name for name in leaves(RunConfig.model_validate(base).model_dump()) if not name.startswith("tags.")]
+    if (task == "countdown" or key.startswith("data.")) and key != "data.task"
+] + [("countdown", "tags")]
+STEPS = [{"trainer": {"total_steps": steps}} for steps in (100, 200)]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
 
 
 def lasting(config: RunConfig) -> set[tuple[str, str]]:
@@ -33,14 +45,6 @@ def lasting(config: RunConfig) -> set[tuple[str, str]]:
 
 def is_allowed(key: str) -> bool:
     return any(key == may or key.startswith(f"{may}.") for may in may_change())
-
-
-CHANGEABLE = [
-    (task, key)
-    for task, base in TASKS.items()
-    for key in [name for name in leaves(RunConfig.model_validate(base).model_dump()) if not name.startswith("tags.")]
-    if (task == "countdown" or key.startswith("data.")) and key != "data.task"
-] + [("countdown", "tags")]
 
 
 @pytest.mark.parametrize(("task", "key"), CHANGEABLE)
@@ -59,9 +63,6 @@ def test_keys_tasks_and_exceptions_are_complete():
     assert len(prints) == len(TASKS)
     assert may_change() <= {*all_keys(), *section_names()}
     assert {"paths", "tags", "critic.optim.offload", "rollout.memory_share"} <= may_change()
-
-
-STEPS = [{"trainer": {"total_steps": steps}} for steps in (100, 200)]
 
 
 @pytest.mark.parametrize(("sections", "free"), [
@@ -97,13 +98,6 @@ def test_fingerprint_is_pinned():
     section, text = CountdownData(), {"p": "a/b", "s": ["a", "b"]}
     assert fingerprint("x", section) == fingerprint("x", section.model_dump(mode="json"))
     assert fingerprint("x", {"p": Path("a/b"), "s": {"b", "a"}}) == fingerprint("x", text)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=8,
-)
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=5))

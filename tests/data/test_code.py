@@ -12,19 +12,17 @@ from rlcore.sandbox import set_limits
 
 PUBLISHED = Path(__file__).parent / "published" / "humaneval"
 pytestmark = pytest.mark.program("bwrap")
+TWICE = {
+    "prompt": 'import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef twice(x):\n    """ Return 2 x. """\n',
+    "test": "def check(candidate):\n    assert candidate(3) == 6\n    assert candidate(0) == 0\n",
+    "entry_point": "twice",
+}
 
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_SANDBOX", "{}")
     set_limits(SandboxConfig(time_s=3.0))
-
-
-TWICE = {
-    "prompt": 'import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef twice(x):\n    """ Return 2 x. """\n',
-    "test": "def check(candidate):\n    assert candidate(3) == 6\n    assert candidate(0) == 0\n",
-    "entry_point": "twice",
-}
 
 
 @pytest.mark.parametrize(("response", "total"), [

@@ -17,6 +17,9 @@ from rlcore.errors import DataError
 from tests.helpers.countdown import DEMO, LARGE, UNIFORM
 
 TRUTH = {"target": 10, "numbers": [2, 3, 8]}
+EVERY_WAY = pytest.mark.parametrize("settings", [DEMO, LARGE, UNIFORM], ids=["enumerated", "drawn", "uniform"])
+OVERFLOW = {"number_high": 32_768}, r"data.number_high must be at most 32767 with 4 numbers, got 32768$"
+TOO_MANY = r"5,327 problems asked for, but only 5,326 exist with 3 numbers of 1\.\.20, operations \+ - and"
 
 
 def tagged(equation):
@@ -101,9 +104,6 @@ def test_values_are_exact():
     assert solve((3, 3, 8, 8), ("+", "-", "*", "/"))[(24, 1)].text == "8 / (3 - 8 / 3)"
     with pytest.raises(AssertionError, match="does not solve itself"):
         Problem((1, 2, 3), 7, "1 + 2 + 3", "", 0)
-
-
-EVERY_WAY = pytest.mark.parametrize("settings", [DEMO, LARGE, UNIFORM], ids=["enumerated", "drawn", "uniform"])
 
 
 def multisets(problems):
@@ -207,10 +207,6 @@ def test_balanced_difficulty_is_exact_in_both_splits(settings):
         assert len(counts) == min(settings.max_numbers - settings.min_numbers + 1, settings.train_size)
         assert sum(counts.values()) == getattr(settings, f"{split}_size")
         assert max(counts.values()) - min(counts.values()) <= 1
-
-
-OVERFLOW = {"number_high": 32_768}, r"data.number_high must be at most 32767 with 4 numbers, got 32768$"
-TOO_MANY = r"5,327 problems asked for, but only 5,326 exist with 3 numbers of 1\.\.20, operations \+ - and"
 
 
 @pytest.mark.parametrize("function", [generate, require_enough])

@@ -22,6 +22,10 @@ from tests.data.conftest import CHAT_TEMPLATE, saved
 from tests.helpers.file_shapes import ADD, TOOL_TEMPLATE
 from tests.helpers.tokenizer_kinds import KINDS
 
+Tokens = tuple[list[int], list[bool]]
+"""Tokens of a row, and which of them are targets."""
+FOLLOW = r"an assistant's turn must follow another one's, got the roles"
+
 
 def chat(*contents: str, system: str = "") -> dict[str, Any]:
     """Return a conversation that a user begins."""
@@ -39,10 +43,6 @@ def written(file: Path, rows: Iterable[Any]) -> Path:
 def tokenized(file: Path, tokenizer: Path, **settings: Any) -> StageResult:
     config = WarmStartConfig(demonstrations=str(file), **{"held_out_rows": 0, **settings})
     return tokenize_demonstrations(config, tokenizer, seed=1, root=file.parent)
-
-
-Tokens = tuple[list[int], list[bool]]
-"""Tokens of a row, and which of them are targets."""
 
 
 def tokens_of(file: Path, rows: Iterable[Any], tokenizer: Path) -> list[Tokens]:
@@ -229,9 +229,6 @@ def test_function_calls_are_targets_as_the_template_writes_them(tool_tokenizer: 
 def test_rows_that_the_template_cannot_write_are_refused(chat_tokenizer, tmp_path, row, problem):
     with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {problem}"):
         tokenized(written(tmp_path / "rows.jsonl", [TALKS[0], row]), chat_tokenizer)
-
-
-FOLLOW = r"an assistant's turn must follow another one's, got the roles"
 
 
 @pytest.mark.parametrize(("row", "problem"), [

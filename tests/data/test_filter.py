@@ -30,6 +30,7 @@ from tests.storage.small_disk import fill
 from tests.storage.small_disk import small_disk as small_disk
 
 CHAT = CountdownData(train_size=300, validation_size=30, template="chat")
+PREFILL = "Let me solve this step by step.\n<think>"
 
 
 def row(content, index=0, split="train", **more):
@@ -242,9 +243,6 @@ def test_empty_results_and_unfinished_datasets_are_refused(chat_tokenizer, artif
         DataError, match=rf"^{tmp_path}: is no finished dataset \(no manifest\.json\); make it with `mill"
     ):
         filter_dataset(tmp_path, chat_tokenizer, FilterConfig(), root=artifacts_root)
-
-
-PREFILL = "Let me solve this step by step.\n<think>"
 
 
 def talk(index, *messages, truth="7", solution=""):

@@ -23,6 +23,8 @@ JUDGE = "data.judge:score"
 FIRST_PAUSE_S = judge._FIRST_PAUSE_S
 VERDICTS = judge._verdict
 Settings = Callable[..., JudgeConfig]
+VERDICT = message('{"score": 3}')
+RANGE = "the judge's score must be from 0 to 4 (reward.judge.highest), got"
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +130,6 @@ def test_requests_have_prompt_key_and_response_format(server, settings, monkeypa
     assert "Authorization" not in server.requests[1][1]
 
 
-VERDICT = message('{"score": 3}')
-
-
 @pytest.mark.parametrize(("reply", "problem"), [
     *(((status, b"{}", {}), f"the endpoint answered with status {status}") for status in (400, 499)),
     ((201, VERDICT, {}), "the endpoint answered with status 201"),
@@ -196,9 +195,6 @@ def test_unusable_keys_are_named_by_their_variable(server, settings, key, monkey
     with pytest.raises(JudgeError, match=r"^the environment variable JUDGE_KEY \(reward\.judge\.key_variable\) must"):
         judge_response(settings(key_variable="JUDGE_KEY"), "x", "{}")
     assert server.requests == []
-
-
-RANGE = "the judge's score must be from 0 to 4 (reward.judge.highest), got"
 
 
 @pytest.mark.parametrize(("text", "problem"), [

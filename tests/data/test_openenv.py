@@ -19,6 +19,8 @@ from rlcore.rollout.scoring import ScoringPool
 from tests.data.openenv_servers import Replies, any_server, failed, game_server, observed
 from tests.helpers.mlflow import wait_until
 
+LOST = "LookupError: the process of this episode was lost, and its turns are not repeated (repeatable=False)"
+
 
 @pytest.fixture
 def server() -> Iterator[Replies]:
@@ -139,9 +141,6 @@ def episode_of(kind: type[OpenEnv], address: str, seed: int) -> Episode:
     data = {"task": "custom", "environment": f"data.openenv:{kind.__name__}"}
     config = RunConfig.model_validate({"data": data, "episode": {"server": address, "deadline_s": 30}})
     return Episode.start(str(seed), config, json.dumps({"seed": seed}), 0, max_kept=9)
-
-
-LOST = "LookupError: the process of this episode was lost, and its turns are not repeated (repeatable=False)"
 
 
 def test_games_of_the_package_survive_a_killed_process_if_repeatable(tmp_path: Path) -> None:

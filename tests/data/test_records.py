@@ -21,6 +21,12 @@ from tests.helpers.hub_server import Repository, serving, use_hub
 VALUES = {"a": {"b": " one "}, "n": 3, "t": True, "e": "  ", "z": 0, "l": [{"c": "x"}, {"c": ["y"]}], "d.e": "flat"}
 COLUMNS = "a, n, t, e, z, l, d.e"
 KINDS = ".jsonl, .json or .parquet"
+ROWS = [{"q": 'What, "7"?\nNow.', "a": "007"}, {"q": "ä?", "a": "0.10"}]
+OLD, NEW = "a" * 40, "b" * 40
+# The published dataset has two subsets and no default.
+FILES = "[{{split: train, path: {0}/train-*}}, {{split: test, path: {0}/test-*}}]"
+SUBSETS = ("main", "socratic")
+CARD = "---\nconfigs:" + "".join(f"\n- config_name: {name}\n  data_files: {FILES.format(name)}" for name in SUBSETS)
 
 
 def test_columns_are_named_by_dotted_paths() -> None:
@@ -103,9 +109,6 @@ def test_stray_files_of_rows_are_refused(name: str, tmp_path: Path) -> None:
         digests(str(tmp_path), ["a", "b"])
 
 
-ROWS = [{"q": 'What, "7"?\nNow.', "a": "007"}, {"q": "ä?", "a": "0.10"}]
-
-
 def test_files_of_every_kind_have_the_same_records(tmp_path: Path) -> None:
     lines, array = "".join(json.dumps(row) + "\n" for row in ROWS), json.dumps(ROWS, indent=2)
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "x.parquet")
@@ -143,13 +146,6 @@ def test_places_count_empty_lines_and_rows_of_all_batches(tmp_path: Path, monkey
     pq.write_table(pa.table({"a": [5, 6, 7]}), tmp_path / "y.parquet")
     expected = [(f"{tmp_path}/y.parquet: row {number}", {"a": number + 5}) for number in range(3)]
     assert [(record.where, record.values) for record in records(str(tmp_path), "y")] == expected
-
-
-OLD, NEW = "a" * 40, "b" * 40
-# The published dataset has two subsets and no default.
-FILES = "[{{split: train, path: {0}/train-*}}, {{split: test, path: {0}/test-*}}]"
-SUBSETS = ("main", "socratic")
-CARD = "---\nconfigs:" + "".join(f"\n- config_name: {name}\n  data_files: {FILES.format(name)}" for name in SUBSETS)
 
 
 def gsm8k(commit):

@@ -42,6 +42,8 @@ def build(settings, seed):
 def says_n(response, truth):
     return float(response == f"it is {truth['n']}" and truth["n"] != 7)
 """
+PUBLISHED = Path(__file__).parent / "published"
+BWRAP = pytest.mark.program("bwrap")
 
 
 @pytest.fixture(autouse=True)
@@ -156,10 +158,6 @@ def test_generated_problems_judges_and_environments_are_unchecked(tmp_path: Path
     for data in (CountdownData(), *(MappedData(source=rows, **scorer) for scorer in scorers)):
         assert check(tmp_path, data) == ""
     assert not list(tmp_path.glob("root/datasets/references-*.json"))
-
-
-PUBLISHED = Path(__file__).parent / "published"
-BWRAP = pytest.mark.program("bwrap")
 
 
 def settings_of(entry: str, root: Path) -> RunConfig:

@@ -29,6 +29,24 @@ SMALL = CountdownData(
     train_size=60, validation_size=20, max_numbers=3, number_high=9, target_high=20, operations=("+", "-"),
     template="bare",
 )  # fmt: skip
+ENUMERATED = CountdownData(
+    train_size=61, validation_size=11, min_numbers=2, max_numbers=3, number_high=6, target_high=30,
+    balance_difficulty=True,
+)  # fmt: skip
+LOW = CountdownData(
+    train_size=30, validation_size=8, min_numbers=3, max_numbers=3, number_low=2, number_high=6, target_low=3,
+    target_high=30, template="bare", operations=("+", "-", "/"),
+)  # fmt: skip
+DRAWN = CountdownData(train_size=90, validation_size=9, max_numbers=5)
+UNIFORM = CountdownData(train_size=90, validation_size=9, targets="uniform")
+EQUAL = {"balance_difficulty": True, "min_numbers": 2, "max_numbers": 5}
+BALANCED = CountdownData(train_size=41, validation_size=6, template="bare", **EQUAL)
+FEW = {"train_size": 60, "validation_size": 20, "number_high": 9, "target_high": 20, "template": "bare"}
+EASY = CountdownData(min_numbers=2, max_numbers=2, operations=("+", "-"), **FEW | {"train_size": 40})
+HARD = CountdownData(min_numbers=3, max_numbers=3, operations=("+", "-"), **FEW)
+TIMES = CustomData(train_size=50, validation_size=10)
+PARTS = (MixturePart(data=EASY, name="easy"), MixturePart(data=HARD, weight=2), MixturePart(data=TIMES, weight=0.5))
+MIXED = MixtureData(parts=PARTS)
 
 
 @pytest.fixture
@@ -107,19 +125,6 @@ def test_suites_have_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> 
 
 # Finished runs name their dataset by settings and seed. A changed digest below means other rows.
 
-ENUMERATED = CountdownData(
-    train_size=61, validation_size=11, min_numbers=2, max_numbers=3, number_high=6, target_high=30,
-    balance_difficulty=True,
-)  # fmt: skip
-LOW = CountdownData(
-    train_size=30, validation_size=8, min_numbers=3, max_numbers=3, number_low=2, number_high=6, target_low=3,
-    target_high=30, template="bare", operations=("+", "-", "/"),
-)  # fmt: skip
-DRAWN = CountdownData(train_size=90, validation_size=9, max_numbers=5)
-UNIFORM = CountdownData(train_size=90, validation_size=9, targets="uniform")
-EQUAL = {"balance_difficulty": True, "min_numbers": 2, "max_numbers": 5}
-BALANCED = CountdownData(train_size=41, validation_size=6, template="bare", **EQUAL)
-
 
 def digest(value: object) -> str:
     return sha256(repr(value).encode()).hexdigest()[:16]
@@ -156,14 +161,6 @@ def test_rows_of_custom_tasks_never_change() -> None:
     assert games.splits["train"][0] == Row((Message("user", "1 0 6 >"),), {"game": 70})
     assert digest_of_rows(games) == "467202d63b253de8"
     assert digest_of_rows(multiplication.build(settings, 1)) == "0e3236ca5645ffbf"
-
-
-FEW = {"train_size": 60, "validation_size": 20, "number_high": 9, "target_high": 20, "template": "bare"}
-EASY = CountdownData(min_numbers=2, max_numbers=2, operations=("+", "-"), **FEW | {"train_size": 40})
-HARD = CountdownData(min_numbers=3, max_numbers=3, operations=("+", "-"), **FEW)
-TIMES = CustomData(train_size=50, validation_size=10)
-PARTS = (MixturePart(data=EASY, name="easy"), MixturePart(data=HARD, weight=2), MixturePart(data=TIMES, weight=0.5))
-MIXED = MixtureData(parts=PARTS)
 
 
 def make(settings, tokenizer, root):

@@ -20,6 +20,15 @@ from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
 
 TIMES = CustomData(train_size=200, validation_size=20)
+READER = """
+from data.multiplication import Message, Row, TaskRows
+from pathlib import Path
+def build(settings, seed):
+    def rows(split):  # opened while the rows are read
+        for number in (Path(settings.options[0]) / f"{split}.txt").read_text().split():
+            yield Row((Message("user", number),), {"product": int(number)})
+    return TaskRows("read", "math", "text", {split: rows(split) for split in ("train", "validation")})
+"""
 
 
 @pytest.mark.parametrize(("response", "total", "well_formed"), [
@@ -44,17 +53,6 @@ def test_fingerprint_depends_on_the_source_file(tmp_path, monkeypatch, artifacts
     with (tmp_path / "my_own_task.py").open("a") as file:
         file.write("# changed\n")
     assert dataset_fingerprint(mine, 1) != dataset.directory.name
-
-
-READER = """
-from data.multiplication import Message, Row, TaskRows
-from pathlib import Path
-def build(settings, seed):
-    def rows(split):  # opened while the rows are read
-        for number in (Path(settings.options[0]) / f"{split}.txt").read_text().split():
-            yield Row((Message("user", number),), {"product": int(number)})
-    return TaskRows("read", "math", "text", {split: rows(split) for split in ("train", "validation")})
-"""
 
 
 def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):

@@ -27,6 +27,8 @@ ROW: dict[str, object] = {
     "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}],
     "extra_info": {"split": "train", "index": 0, "difficulty": 3, "solution": "7", "distractor": None},
 }  # fmt: skip
+NO_PROMPT = "row 1: prompt must be messages with role and content, got"
+NO_TRUTH = "row 1: reward_model.ground_truth must have a value, got"
 
 
 def written(path: Path, rows: list[dict[str, object]], truth: pa.DataType, **document: str) -> Path:
@@ -67,10 +69,6 @@ def test_rows_and_form_of_prompt_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     for more in ({}, {"extra_info": {"index": "9a9b6eb4", "split": 3}, "ability": "MATH", "uid": 7}):
         plain = written_twice(tmp_path, [row("math", "1", **more)])
         assert [one.ground_truth for one in build_parquet(plain, 0).splits["train"]] == ["1"]
-
-
-NO_PROMPT = "row 1: prompt must be messages with role and content, got"
-NO_TRUTH = "row 1: reward_model.ground_truth must have a value, got"
 
 
 @pytest.mark.parametrize(("broken", "truth", "message"), [

@@ -28,6 +28,25 @@ from rlcore.storage.manifest import part_directories
 from tests.data.conftest import CHAT_TEMPLATE, saved, user_prompts
 
 EACH_WAY = pytest.mark.parametrize("fast_path", [True, False])
+# As in Qwen3, an empty thought switches thinking off. `voice` is read in every message.
+TEMPLATE = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + (' ' + voice if voice is defined else '') + '\\n' "
+    "+ m.content + '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant'"
+    " + (' ' + voice if voice is defined else '') + '\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- endif %}"
+)
+QUIET = {"enable_thinking": False}
+LOUD = {"voice": "loud"}
+# Words of several scripts and kinds of white space, many of them shared by the texts of a batch.
+PIECES = st.sampled_from([
+    "the", "The", "number", "12", "7,", "(3", "+", "'s", "it's", "...", "=", "a_b", "", "<|im_start|>", "<|im_end|>\n",
+    "x\ny", "\n", "\n\n", "\t", "\r\n", "\x0b", "\u00a0", "\u3000", "caf\u00e9", "e\u0301", "\u0301", "\u4e2d\u6587",
+    "\U0001f642", "\u2019s",
+])  # fmt: skip
+SPACES = st.sampled_from([" ", " ", " ", " ", "", "  ", "   ", "\n", " \n", "\n "])
+TEXTS = st.lists(st.tuples(PIECES, SPACES), max_size=12).map(lambda parts: "".join(map("".join, parts)))
+MANY = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def test_fingerprint_depends_on_the_tokenizers_files(chat_tokenizer, tmp_path):
@@ -125,18 +144,6 @@ def test_texts_are_neither_truncated_nor_padded(trained_bpe: Tokenizer, tmp_path
     assert np.frombuffer(to_bytes([1, 2]), dtype=np.int32).tolist() == [1, 2]
 
 
-# As in Qwen3, an empty thought switches thinking off. `voice` is read in every message.
-TEMPLATE = (
-    "{%- for m in messages %}{{ '<|im_start|>' + m.role + (' ' + voice if voice is defined else '') + '\\n' "
-    "+ m.content + '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant'"
-    " + (' ' + voice if voice is defined else '') + '\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
-    "{%- endif %}"
-)
-QUIET = {"enable_thinking": False}
-LOUD = {"voice": "loud"}
-
-
 @pytest.fixture
 def folder(trained_bpe: Tokenizer, tmp_path: Path) -> Path:
     return saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATE)
@@ -189,17 +196,6 @@ def test_demonstrations_are_rendered_with_the_names(folder, tokenizer, tmp_path)
 def test_arguments_of_transformers_are_not_template_names() -> None:
     arguments = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
     assert arguments <= RENDERING_NAMES
-
-
-# Words of several scripts and kinds of white space, many of them shared by the texts of a batch.
-PIECES = st.sampled_from([
-    "the", "The", "number", "12", "7,", "(3", "+", "'s", "it's", "...", "=", "a_b", "", "<|im_start|>", "<|im_end|>\n",
-    "x\ny", "\n", "\n\n", "\t", "\r\n", "\x0b", "\u00a0", "\u3000", "caf\u00e9", "e\u0301", "\u0301", "\u4e2d\u6587",
-    "\U0001f642", "\u2019s",
-])  # fmt: skip
-SPACES = st.sampled_from([" ", " ", " ", " ", "", "  ", "   ", "\n", " \n", "\n "])
-TEXTS = st.lists(st.tuples(PIECES, SPACES), max_size=12).map(lambda parts: "".join(map("".join, parts)))
-MANY = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

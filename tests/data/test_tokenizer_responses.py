@@ -20,6 +20,13 @@ from tests.helpers.tokenizer_kinds import KINDS
 NUM_ROWS = 200
 WORDS = ["What", "is", "19", "+", "7?", "(12", "*", "3)", "It's", "caf\u00e9", "\u4e2d\u6587", "x.", "a\nb", "a  b"]
 WORDS += ['"q"', "####"]
+TURNS = [
+    {"role": "system", "content": "Answer in one line."},
+    {"role": "user", "content": "Janet has 16 eggs; she eats 3 and bakes with 4. What is 16 - 3 - 4?"},
+    {"role": "assistant", "content": "She has 16 - 3 - 4 = <<16-3-4=9>>9 left.\n#### 9"},
+    {"role": "user", "content": "And  at $2 each?\n\n  Caf\u00e9 \u4e2d\u6587 \U0001f95a"},
+    {"role": "assistant", "content": "9 * 2 = 18 dollars.\n#### 18"},
+]
 
 
 def sentences(rng: random.Random, number: int) -> list[str]:
@@ -105,15 +112,6 @@ def test_plain_prompts_and_responses_are_the_tokens_of_one_text(kind: tuple[str,
             assert tokenizer.decode(before + target[:-1]) == tokenizer.decode(joint)
     assert num_joint > NUM_ROWS / 3
     assert len(unwritten) < NUM_ROWS / 20 or name == "unigram", unwritten
-
-
-TURNS = [
-    {"role": "system", "content": "Answer in one line."},
-    {"role": "user", "content": "Janet has 16 eggs; she eats 3 and bakes with 4. What is 16 - 3 - 4?"},
-    {"role": "assistant", "content": "She has 16 - 3 - 4 = <<16-3-4=9>>9 left.\n#### 9"},
-    {"role": "user", "content": "And  at $2 each?\n\n  Caf\u00e9 \u4e2d\u6587 \U0001f95a"},
-    {"role": "assistant", "content": "9 * 2 = 18 dollars.\n#### 18"},
-]
 
 
 @pytest.fixture(scope="module")
