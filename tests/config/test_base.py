@@ -158,12 +158,9 @@ def reads_of(prefix: str, names: tuple[str, ...]) -> list[str]:
 
 def broken_in(config: RunConfig) -> dict[Rule, list[str]]:
     """Return the broken rules of a run, each with the full names of the settings that it reads."""
-    return {
-        rule: reads_of(prefix, rule.reads)
-        for prefix, section in sections_in(config)
-        for rule in rules_of(type(section))
-        if rule.check(section, config) is not None
-    }
+    rules = [(rule, prefix, part) for prefix, part in sections_in(config) for rule in rules_of(type(part))]
+    broken = [(rule, prefix) for rule, prefix, part in rules if rule.check(part, config) is not None]
+    return {rule: reads_of(prefix, rule.reads) for rule, prefix in broken}
 
 
 @pytest.mark.parametrize(("key", "broken", "mended"), PAIRS)
@@ -200,13 +197,10 @@ def _copy(source, target, parts):
         source = (source or {}).get(part)
         if target.get(part) is None:
             target[part] = {} if source is not None else None
-        target = target[part]
-        if target is None:
+        if (target := target[part]) is None:
             return
-    if source is not None and last in source:
-        target[last] = source[last]
-    else:
-        target.pop(last, None)
+    target.pop(last, None)
+    target.update({last: source[last]} if last in (source or {}) else {})
 
 
 @pytest.mark.parametrize(("words", "says", "got", "remedy"), [
@@ -287,8 +281,7 @@ def test_divisors_of_any_number():
 
 
 def test_is_of_suite_matches_whole_name() -> None:
-    suites = [{"name": "countdown", "data": {"task": "countdown"}}]
-    validation = RunConfig.model_validate({"validation": {"suites": suites}}).validation
+    validation = RunConfig(validation={"suites": [{"name": "countdown", "data": {"task": "countdown"}}]}).validation
     names = ("countdown", "countdown/hard", "countdown2", "all")
     figures = [f"val-core/{name}/{figure}" for name in names for figure in ("reward/mean_at_4", "acc/greedy/ci_low")]
     assert [figure for figure in figures if validation.is_of_suite(figure)] == figures[:2]

@@ -200,9 +200,8 @@ def test_unreadable_override_is_shown(override):
 @pytest.mark.parametrize("key", ["tags", "data.chat_template_kwargs"])
 def test_unresolved_interpolation_under_dotted_name_is_reported(key):
     assert the_problem("tags={a:'${',b:'${seed}'}").startswith("tags.a: cannot be filled in (no viable alternative")
-    not_found, no_variable, missing = problems(
-        f"{key}={{a.b:'${{nope}}',c.d:'${{oc.env:MILLRACE_NO_SUCH}}',e.f:'???',g.h:'${{paths.root}}'}}"
-    )
+    values = "a.b:'${nope}',c.d:'${oc.env:MILLRACE_NO_SUCH}',e.f:'???',g.h:'${paths.root}'"
+    not_found, no_variable, missing = problems(f"{key}={{{values}}}")
     assert not_found.startswith(f"{key}.a.b: cannot be filled in (Interpolation key 'nope' not found); got ${{nope}}. ")
     assert no_variable.startswith(f"{key}.c.d: cannot be filled in (")
     assert "Environment variable 'MILLRACE_NO_SUCH' not found" in no_variable
@@ -260,8 +259,7 @@ def test_mistakes_in_file_are_reported(own_conf):
     ("[debug, {/none: x}]", "none/x", "There are experiment, data, "),
 ])  # fmt: skip
 def test_unknown_defaults_are_reported_with_known_ones(tmp_path, defaults, missing, remedy):
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"defaults: {defaults}\n")
+    (file := tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\n")
     line = the_problem(experiment=str(file))
     assert line.startswith(f"experiment: its defaults must name files in conf/; got {missing} in {file}. {remedy}")
     assert "hydra" not in line
@@ -275,16 +273,16 @@ def test_a_forgotten_config_dir_is_proposed(tmp_path, monkeypatch):
 
 
 def test_composition_lists_files_and_members(own_conf):
-    usual = {"data": "countdown", "model": "scratch", "critic": "none", "algo": "grpo", "rollout": "hf",
-             "runtime": "local"}  # fmt: skip
-    alone = compose([])
-    assert (alone.files, alone.members) == ([], usual)
+    usual = {"data": "countdown", "model": "scratch", "critic": "none", "algo": "grpo", "rollout": "hf"}
+    usual["runtime"] = "local"
+    assert ((alone := compose([])).files, alone.members) == ([], usual)
     (own_conf / "mine.yaml").write_text("defaults: [debug, _self_]\nseed: 3\n")
     files = ["experiment/debug.yaml", "experiment/mine.yaml"]
     found = compose(["algo=ppo", "seed=2"], experiment="mine")
     assert (found.files, found.members["algo"], found.members["critic"]) == (files, "ppo", "default")
-    elsewhere = own_conf.parent.parent / "elsewhere.yaml"
-    elsewhere.write_text("defaults: [mine, override /algo: rloo, _self_]\n")
+    (elsewhere := own_conf.parent.parent / "elsewhere.yaml").write_text(
+        "defaults: [mine, override /algo: rloo, _self_]\n"
+    )
     found = compose([f"experiment={elsewhere}"])
     assert (found.files, found.members["algo"], list(found.members)) == ([*files, str(elsewhere)], "rloo", list(usual))
 
@@ -301,9 +299,8 @@ def test_another_task_drops_inherited_keys(own_conf):
     assert load_config([], experiment="more") == load_config([*given, "data.train_size=64"], experiment="debug")
     back = load_config(["data=countdown"], experiment="more").data
     assert back == load_config([], experiment="debug").data, "what debug says of countdown, and nothing of the others"
-    (own_conf / "mine.yaml").write_text(
-        "defaults: [countdown_ppo_demo, override /algo: grpo, _self_]\nalgo: {lam: 1}\n"
-    )
+    text = "defaults: [countdown_ppo_demo, override /algo: grpo, _self_]\nalgo: {lam: 1}\n"
+    (own_conf / "mine.yaml").write_text(text)
     assert load_config([], experiment="mine").critic is None
 
 

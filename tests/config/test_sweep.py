@@ -114,7 +114,7 @@ def test_mistakes_of_one_kind_are_reported_together(mistakes, text, keys):
             load_sweep(source)
 
 
-def test_grid_is_every_combination(load):
+def test_grid_is_every_combination_up_to_a_number(load, mistakes, monkeypatch):
     sweep = load(HEAD + "grid: {optim.lr: [1e-3, 2e-3], algo: [grpo, rloo]}\nseeds: [4, 5]")
     assert [tuple(point.values()) for point in sweep.points] == list(product((1e-3, 2e-3), ("grpo", "rloo")))
     assert sweep.overrides_of(sweep.points[1], 5) == ["optim.lr=0.001", "algo=rloo", "seed=5"]
@@ -123,9 +123,6 @@ def test_grid_is_every_combination(load):
     sweep = load(HEAD + long + "grid: {optim.lr: [1]}\npruning: {every_steps: 8}")
     assert sweep.rungs(sweep.base) == (8, 16, 24, 30)
     assert load(HEAD + "seeds: [1, 2]\n").points == ({},)
-
-
-def test_grid_size_is_limited(load, mistakes, monkeypatch):
     monkeypatch.setattr(sweeps, "MAX_POINTS", 4)
     assert len(load(HEAD + "grid: {optim.lr: [1, 2], algo: [grpo, rloo]}").points) == 4
     (line,) = mistakes(HEAD + "grid: {optim.lr: [1, 2, 3, 4, 5]}")
@@ -140,17 +137,14 @@ def test_valid_sweep_loads(load, text):
     assert load(HEAD + text).spec.name == "a"
 
 
-def test_edge_points_of_space():
+def test_points_of_space_are_edges_first_and_no_part_of_the_id(load):
     space = {"optim.lr": Range(low=1e-4, high=1e-2), "algo": ("grpo", "rloo", "opo")}
     ends = [(1e-4, "grpo"), (1e-2, "grpo"), (1e-4, "rloo"), (1e-4, "opo")]
     assert [tuple(point.values()) for point in edge_points(space)] == ends
     assert edge_points({"optim.lr": (), "algo": ("grpo",)}) == [{"algo": "grpo"}]
-
-
-def test_more_points_keep_sweep_id(load):
     few, many = (load(HEAD + f"optuna: {{num_points: {number}, space: {{optim.lr: [1, 2]}}}}") for number in (3, 12))
     assert (few.points, few.num_points, many.num_points) == ((), 3, 12)
-    assert many.sweep_id == few.sweep_id
+    assert many.sweep_id == few.sweep_id, "a larger search continues the smaller one"
 
 
 def test_budget_and_overrides_of_command_are_added(load):

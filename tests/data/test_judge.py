@@ -161,16 +161,16 @@ def test_busy_endpoints_are_retried(server, settings, status, monkeypatch):
     assert [pause.args[0] for pause in sleep.await_args_list] == [0.5, 1.0, 0.5, 1.0, 2.0]
 
 
-def test_deadline_ends_the_tries(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_and_length_of_replies_are_bounded(
+    server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 60.0)
     server.replies = [(503, b"", {})]
     problem = r"within 1 s \(reward\.judge\.deadline_s\); before that the endpoint answered with status 503"
     with pytest.raises(JudgeError, match=problem):
         judge_response(settings(tries=4, deadline_s=1), "x", "{}")
-
-
-def test_reply_length_is_bounded(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "_MOST_BYTES", len(VERDICT))
+    server.replies = [(200, VERDICT, {})]
     assert judge_response(settings(), "x", "{}") == 0.75
     server.replies = [(200, VERDICT + b" ", {})]
     with pytest.raises(JudgeError, match=rf"^the endpoint's answer is longer than {len(VERDICT)} bytes$"):

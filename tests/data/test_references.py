@@ -23,24 +23,17 @@ OWN = """
 import time
 from data.rows import Message, Row, TaskRows
 
-def exact(response, truth):
-    return float(response == truth["answer"])
-def never_full(response, truth):
-    return 0.5 * (response == truth["answer"])
-def long_words(response, truth):
-    return min(1.0, len(response) / 1000)
-def tagged(response, truth):
-    return float(f"<answer>{truth['answer']}</answer>" in response)
-def never_ends(response, truth):
-    time.sleep(600)
-def raises_at_seven(response, truth):
-    return {"7": None}.get(truth["answer"], 1.0)
+def exact(response, truth): return float(response == truth["answer"])
+def never_full(response, truth): return 0.5 * (response == truth["answer"])
+def long_words(response, truth): return min(1.0, len(response) / 1000)
+def tagged(response, truth): return float(f"<answer>{truth['answer']}</answer>" in response)
+def never_ends(response, truth): time.sleep(600)
+def raises_at_seven(response, truth): return {"7": None}.get(truth["answer"], 1.0)
 
 def build(settings, seed):
     rows = [Row((Message("user", str(n)),), {"n": n}, 1, "" if n == 3 else f"it is {n}") for n in range(10)]
     return TaskRows("own", "math", "text", {"train": rows, "validation": rows[:1]})
-def says_n(response, truth):
-    return float(response == f"it is {truth['n']}" and truth["n"] != 7)
+def says_n(response, truth): return float(response == f"it is {truth['n']}" and truth["n"] != 7)
 """
 PUBLISHED = Path(__file__).parent / "published"
 BWRAP = pytest.mark.program("bwrap")
@@ -110,16 +103,20 @@ def test_slow_scorers_end_the_check_after_its_time(tmp_path: Path, monkeypatch: 
 
 
 def test_weights_of_unknown_parts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^reward\.weights: must name parts of the score, got len\. .*data\.gsm8k:score"
-    ):
+    match = r"^reward\.weights: must name parts of the score, got len\. .*data\.gsm8k:score"
+    with pytest.raises(ConfigError, match=match):
         check(tmp_path, mapped(tmp_path, "data.gsm8k:score", ["18"]), weights={"len": 1.0})
 
 
-def test_solutions_need_full_scores_too(tmp_path: Path) -> None:
+def test_solutions_of_rows_and_own_builds_need_full_scores_too(tmp_path: Path) -> None:
     data = mapped(tmp_path, "data.math:score", ["18", "7"], solutions=[r"so \boxed{18}", r"so \boxed{8}"])
     with pytest.raises(DataError, match=r"line 2: reference \"7\": the answer .so .*boxed.8.. scores 0"):
         check(tmp_path, data)
+    data = CustomData(build="own_scorers:build", scorer="own_scorers:says_n")
+    build_dataset(data, seed=1, root=tmp_path / "root")
+    report = check(tmp_path, data, max_unmet_references=1)
+    assert "1 of 10 rows of train" in report
+    assert "train.parquet: row 7: reference {\"n\": 7}: the answer 'it is 7' scores 0" in report
 
 
 @pytest.mark.parametrize("scorer", ["data.gsm8k:score", "data.gsm8k:score_numeric"])
@@ -134,14 +131,6 @@ def test_own_scorers_are_checked_in_their_form(tmp_path: Path, scorer: str) -> N
     data = mapped(tmp_path, f"own_scorers:{scorer}", ["18", "7", "a word", "4"], ["18"])
     report = check(tmp_path, data, max_unmet_references=1)
     assert (f"{unmet} of 4 rows of train" in report) == bool(report) == bool(unmet), report
-
-
-def test_own_builds_are_checked_by_their_solutions(tmp_path: Path) -> None:
-    data = CustomData(build="own_scorers:build", scorer="own_scorers:says_n")
-    build_dataset(data, seed=1, root=tmp_path / "root")
-    report = check(tmp_path, data, max_unmet_references=1)
-    assert "1 of 10 rows of train" in report
-    assert "train.parquet: row 7: reference {\"n\": 7}: the answer 'it is 7' scores 0" in report
 
 
 def test_programs_are_checked_on_a_sample(tmp_path: Path) -> None:

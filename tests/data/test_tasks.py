@@ -54,7 +54,7 @@ def dataset(artifacts_root):
     return build_dataset(SMALL, seed=1, root=artifacts_root)
 
 
-def test_dataset_has_schema_provenance_and_counts(dataset, artifacts_root):
+def test_dataset_has_schema_provenance_counts_and_the_bytes_of_its_seed(dataset, artifacts_root, tmp_path):
     assert (dataset.counts, dataset.cached) == ({"train": 60, "validation": 20}, False)
     file = dataset.directory / "train.parquet"
     table = pq.read_table(file)
@@ -71,9 +71,6 @@ def test_dataset_has_schema_provenance_and_counts(dataset, artifacts_root):
     scored = {"scorer": "somewhere:else", "environment": "somewhere:Else", "chat_template_kwargs": {"think": False}}
     assert dataset_fingerprint(SMALL.model_copy(update=scored), 1) == dataset.directory.name
     assert dataset_fingerprint(SMALL, 2) != dataset.directory.name
-
-
-def test_settings_and_seed_determine_the_bytes(dataset, tmp_path):
     again, other = (build_dataset(SMALL, seed=seed, root=tmp_path / "elsewhere") for seed in (1, 2))
     for name in ("train.parquet", "validation.parquet"):
         content = (dataset.directory / name).read_bytes()

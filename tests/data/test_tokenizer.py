@@ -49,7 +49,7 @@ TEXTS = st.lists(st.tuples(PIECES, SPACES), max_size=12).map(lambda parts: "".jo
 MANY = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def test_fingerprint_depends_on_the_tokenizers_files(chat_tokenizer, tmp_path):
+def test_fingerprint_depends_on_files_and_broken_ones_are_refused(trained_bpe, chat_tokenizer, tmp_path):
     folder = shutil.copytree(chat_tokenizer, tmp_path / "copy")
     (folder / "model.safetensors").write_bytes(b"weights do not count")
     same = tokenizer_fingerprint(folder)
@@ -61,9 +61,6 @@ def test_fingerprint_depends_on_the_tokenizers_files(chat_tokenizer, tmp_path):
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
         PromptTokenizer(folder, chat=False)
-
-
-def test_tokenizers_without_an_end_token_are_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained_bpe.to_str())).save_pretrained(tmp_path)
     with pytest.raises(DataError, match=rf"^{tmp_path}: the tokenizer has no eos_token; set it in tokenizer_config\."):
         tokenizers.load_tokenizer(tmp_path)
@@ -124,18 +121,15 @@ def test_templates_without_tools_or_names_are_refused(trained_bpe, chat_tokenize
     thinks = saved(trained_bpe, tmp_path / "thinks", chat_template=CHAT_TEMPLATE + "{{ think }}{{ depth }}")
     found = PromptTokenizer(thinks, chat=True, chat_template_kwargs={"think": 7})
     assert found.render(message).endswith("assistant\n7")
-    problem = (
-        r"its chat template does not read deep, thinks \(data\.chat_template_kwargs\), only depth, think\. Correct "
-    )
-    remedy = r"the name or leave it out, or put a chat_template\.jinja that reads it next to the tokenizer"
-    with pytest.raises(DataError, match=f"^{thinks}: {problem}{remedy}$"):
+    problem = r"its chat template does not read deep, thinks \(data\.chat_template_kwargs\), only depth, think\."
+    remedy = r"Correct the name or leave it out, or put a chat_template\.jinja that reads it next to the tokenizer"
+    with pytest.raises(DataError, match=f"^{thinks}: {problem} {remedy}$"):
         PromptTokenizer(thinks, chat=True, chat_template_kwargs={"thinks": 1, "deep": 2})
 
 
 def test_texts_are_neither_truncated_nor_padded(trained_bpe: Tokenizer, tmp_path: Path) -> None:
     core = Tokenizer.from_str(trained_bpe.to_str())
-    texts = ["a", "a b c d e f g"]
-    expected = encode_whole(core, texts)
+    expected = encode_whole(core, texts := ["a", "a b c d e f g"])
     core.enable_truncation(2)
     core.enable_padding(length=4)
     found = tokenizers.load_tokenizer(saved(core, tmp_path, chat_template=None))

@@ -21,31 +21,23 @@ import verifiers.v1 as vf
 
 class Plain(vf.Task[vf.TaskData]):
     @vf.reward
-    async def full(self, trace) -> float:
-        return 1.0
-class Unrewarded(vf.Task[vf.TaskData]):
-    pass
-class Contained(Plain):
-    NEEDS_CONTAINER = True
+    async def full(self, trace) -> float: return 1.0
+class Unrewarded(vf.Task[vf.TaskData]): pass
+class Contained(Plain): NEEDS_CONTAINER = True
 class Prepared(Plain):
-    async def setup(self, trace, runtime):
-        pass
+    async def setup(self, trace, runtime): pass
 class Running(Plain):
     @vf.metric
-    async def files(self, trace, runtime) -> float:
-        return 1.0
+    async def files(self, trace, runtime) -> float: return 1.0
 class WithTools(Plain):
     @classmethod
-    def toolsets(cls, config):
-        return []
+    def toolsets(cls, config): return []
 class Named(vf.Env[vf.EnvConfig]):
-    async def run(self, task, agents):
-        pass
+    async def run(self, task, agents): pass
 
 def tasks(kind, **data):
     class Tasks(vf.Taskset[kind, vf.TasksetConfig]):
-        def load(self):
-            yield kind(vf.TaskData(**data), self.config.task)
+        def load(self): yield kind(vf.TaskData(**data), self.config.task)
     return Tasks
 Fine = tasks(Plain, prompt=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}])
 NoReward, Box, Setup, Runs, Tools = (tasks(kind, prompt="Hi") for kind in
