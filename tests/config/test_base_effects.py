@@ -101,17 +101,15 @@ def test_unused_settings_text(given: str, line: str):
 
 
 def test_sweep_reports_unused_settings(tmp_path: Path):
-    file = tmp_path / "sweep.yaml"
     grid = "grid: {optim.schedule: [constant, cosine], algo.importance.cap: [2.0, 3.0]}"
-    file.write_text(f"name: mine\nexperiment: debug\nseeds: [1]\n{grid}\n")
+    (file := tmp_path / "sweep.yaml").write_text(f"name: mine\nexperiment: debug\nseeds: [1]\n{grid}\n")
     lines = load_sweep(str(file), ["reward.deadline_s=3", "optim.min_lr_ratio=0.1"]).unused_settings()
     assert [line.partition(":")[0] for line in lines] == ["algo.importance.cap", "reward.deadline_s=3.0"]
 
 
 def test_file_reports_unused_unless_switched_off(tmp_path: Path):
-    file = tmp_path / "mine.yaml"
     text = "defaults: [debug]\nalgo: {importance: {cap: 3.0}}\nrollout: {memory_share: 0.4}\n"
-    file.write_text(text)
+    (file := tmp_path / "mine.yaml").write_text(text)
     words = [f"experiment={file}", "warm_start.enabled=false", "optim.lr=1e-4"]
     lines = compose(words).unused_settings()
     assert [line.partition("=")[0] for line in lines] == ["algo.importance.cap", "rollout.memory_share"]

@@ -111,15 +111,12 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
     ("trainer.total_steps='5'", "must be a valid integer; got 5"),
     ("trainer.total_steps=-1", ": must be greater than or equal to 0; got -1. The number of steps of the run. "
      "Each step trains on one batch of prompts."),
-    ("seed=true", "must be a valid integer; got true"),
-    ("seed=null", "must be a valid integer; got null"),
-    ("optim.lr=nan", "must be a finite number; got nan"),
-    ("algo.lam=1.5", "must be less than or equal to 1; got 1.5"),
+    ("seed=true", "must be a valid integer; got true"), ("seed=null", "must be a valid integer; got null"),
+    ("optim.lr=nan", "must be a finite number; got nan"), ("algo.lam=1.5", "must be less than or equal to 1; got 1.5"),
     ("rollout.engine=vlm", "must be 'hf', 'vllm' or 'none'; got vlm. Did you mean vllm?"),
     ("algo.kl.where=false", ": must be 'off', 'loss' or 'reward'; got false. In YAML write it in quotes: 'off' without "
      "them is the boolean false. "),
-    ("algo.advantage=gea", "got gea. Did you mean gae?"),
-    ("name='no spaces'", "must match pattern"),
+    ("algo.advantage=gea", "got gea. Did you mean gae?"), ("name='no spaces'", "must match pattern"),
     ("data.operations=[+,x]", "must be '+', '-', '*' or '/'; got x"),
     ("data.operations=+", "must be a valid array; got +"),
     ("trainer=5", "is a section, not a value; got 5. Set one of its keys, such as trainer.batch_size"),
@@ -142,8 +139,7 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
     ("seed=1,2", "is a sweep over several values, and this is one run; got 'seed=1,2'. Add -m to millrace run for a "
      "grid over the values, or give one; a list is written key=[a,b]"),
     ("seed@x=1", "packages and group paths have no meaning here"),
-    ("conf/seed=1", "packages and group paths have no meaning here"),
-    ("hydra.run.dir=x", "there is no such setting"),
+    ("conf/seed=1", "packages and group paths have no meaning here"), ("hydra.run.dir=x", "there is no such setting"),
     ("rollout.n=4", "got 4. From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)"),
     ("beta=0.1", "From verl or TRL: algo.kl.where=loss algo.kl.coef, beta=0 is algo.kl.where=off (docs"),
     ("actor_rollout_ref.actor.clip_ratio_high=1", "From verl or TRL: algo.clip_low, algo.clip_high (docs"),

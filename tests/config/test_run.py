@@ -35,10 +35,9 @@ def test_validation_is_due_at_ends_and_intervals(every: int, due: list[int]) -> 
 
 
 def test_parts_of_task_and_mixture() -> None:
-    one = RunConfig.model_validate({"data": {"task": "countdown"}}).data
-    assert [part.data for part in parts_of(one)] == [one]
     parts = [{"data": {"task": "countdown"}}, {"data": {"task": "custom"}}]
-    mixture = RunConfig.model_validate({"data": {"task": "mixture", "parts": parts}}).data
+    one, mixture = (RunConfig(data=data).data for data in (parts[0]["data"], {"task": "mixture", "parts": parts}))
+    assert [part.data for part in parts_of(one)] == [one]
     assert [part.data.task for part in parts_of(mixture)] == ["countdown", "custom"]
 
 

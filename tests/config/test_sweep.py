@@ -20,8 +20,7 @@ EARLY = "overrides: [trainer.total_steps=8]\ngrid: {optim.lr: [1e-3]}\n"
 @pytest.fixture
 def load(tmp_path: Path):
     def load(text: str, *overrides: str, budget: Budget | None = None) -> Sweep:
-        file = tmp_path / "sweep.yaml"
-        file.write_text(text)
+        (file := tmp_path / "sweep.yaml").write_text(text)
         return load_sweep(str(file), overrides, budget=budget)
 
     return load
@@ -162,8 +161,7 @@ def test_experiment_text_round_trip(experiment, tmp_path):
     words = ["optim.lr=7e-5", "algo.clip_high=0.3", "seed=5", "reward.weights={style.length: 0.5}"]
     config = load_config(words, experiment=experiment)
     assert config.reward.weights == {"style.length": 0.5}
-    file = tmp_path / "best.yaml"
-    file.write_text(experiment_text(config, "millrace run experiment=best.yaml"))
+    (file := tmp_path / "best.yaml").write_text(experiment_text(config, "millrace run experiment=best.yaml"))
     assert load_config([f"experiment={file}"]) == config
     text = experiment_text(load_config(["data.train_size=9", "tags.owner=me", "model.path=a/b"]), "first\nsecond")
     assert text.splitlines() == [

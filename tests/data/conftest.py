@@ -44,10 +44,9 @@ def trained_bpe() -> Tokenizer:
     whole_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), whole_bytes])
     core.decoder = decoders.ByteLevel()
-    special, alphabet = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2_000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"special_tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "show_progress": False}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2_000, initial_alphabet=alphabet, **options)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
     core.train_from_iterator([file.read_text(errors="replace") for file in files], trainer)
     return core

@@ -70,9 +70,7 @@ class Replies:
         self.reply: Callable[[dict[str, Any]], str | None] = lambda message: observed(hint=message["type"], turn=1)
         self.received: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
-        self.num_open, self.sessions = 0, list[ServerConnection]()
-        self.ends = Event()
-        self.address = ""
+        self.num_open, self.sessions, self.ends, self.address = 0, list[ServerConnection](), Event(), ""
 
     def schema(self) -> str:
         general = {"metadata": {}, "done": {}, "reward": {}}

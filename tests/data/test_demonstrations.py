@@ -1,20 +1,15 @@
 """The user's demonstrations: tokenized once, with a loss only on the assistant's turns."""
 
 import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from data.demonstrations import tokenize_demonstrations
 from data.schema import provenance
-from data.tasks import StageResult
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import WarmStartConfig
 from rlcore.errors import DataError
@@ -22,12 +17,10 @@ from tests.data.conftest import CHAT_TEMPLATE, saved
 from tests.helpers.file_shapes import ADD, TOOL_TEMPLATE
 from tests.helpers.tokenizer_kinds import KINDS
 
-Tokens = tuple[list[int], list[bool]]
-"""Tokens of a row, and which of them are targets."""
 FOLLOW = r"an assistant's turn must follow another one's, got the roles"
 
 
-def chat(*contents: str, system: str = "") -> dict[str, Any]:
+def chat(*contents, system=""):
     """Return a conversation that a user begins."""
     first = [{"role": "system", "content": system}] if system else []
     return {
@@ -35,22 +28,23 @@ def chat(*contents: str, system: str = "") -> dict[str, Any]:
     }
 
 
-def written(file: Path, rows: Iterable[Any]) -> Path:
+def written(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-def tokenized(file: Path, tokenizer: Path, **settings: Any) -> StageResult:
+def tokenized(file, tokenizer, **settings):
     config = WarmStartConfig(demonstrations=str(file), **{"held_out_rows": 0, **settings})
     return tokenize_demonstrations(config, tokenizer, seed=1, root=file.parent)
 
 
-def tokens_of(file: Path, rows: Iterable[Any], tokenizer: Path) -> list[Tokens]:
+def tokens_of(file, rows, tokenizer):
+    """The tokens of each row, and which of them are targets."""
     found = read_demonstrations(tokenized(written(file, rows), tokenizer).directory / "train.parquet")
     return [(list(map(int, row.token_ids)), list(map(bool, row.is_target))) for row in found]
 
 
-def target_text(tokenizer: PreTrainedTokenizerBase, row: Tokens, **options: bool) -> str:
+def target_text(tokenizer, row, **options):
     return str(tokenizer.decode([id for id, is_target in zip(*row, strict=True) if is_target], **options))
 
 
@@ -61,7 +55,7 @@ TALKS = [
 ]
 
 
-def test_targets_are_the_assistants_turns(chat_tokenizer: Path, tmp_path: Path) -> None:
+def test_targets_are_the_assistants_turns(chat_tokenizer, tmp_path):
     found = tokens_of(tmp_path / "talks.jsonl", TALKS, chat_tokenizer)
     assert tokenized(tmp_path / "talks.jsonl", chat_tokenizer).counts == {"train": 3, "validation": 0}
     tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer)
@@ -71,7 +65,7 @@ def test_targets_are_the_assistants_turns(chat_tokenizer: Path, tmp_path: Path) 
         assert target_text(tokenizer, row) == "".join(turn + tokenizer.eos_token for turn in turns)
 
 
-def test_fingerprint_depends_on_content_and_settings(chat_tokenizer: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_and_settings(chat_tokenizer, tmp_path):
     file = written(tmp_path / "talks.jsonl", TALKS)
     first, again = tokenized(file, chat_tokenizer), tokenized(file, chat_tokenizer)
     assert again.cached
@@ -80,7 +74,7 @@ def test_fingerprint_depends_on_content_and_settings(chat_tokenizer: Path, tmp_p
     assert tokenized(copy, chat_tokenizer).directory.name == first.directory.name, "the place does not count"
 
 
-def test_omitted_rows_are_counted_by_reason(chat_tokenizer: Path, base_tokenizer: Path, tmp_path: Path) -> None:
+def test_omitted_rows_are_counted_by_reason(chat_tokenizer, base_tokenizer, tmp_path):
     """The limit of tokens is exact."""
     longest = max(len(ids) for ids, _ in tokens_of(tmp_path / "talks.jsonl", TALKS, chat_tokenizer))
     rows = [*TALKS, TALKS[0], chat("Well?", " "), chat("Long?", "word " * 300)]
@@ -119,7 +113,7 @@ def test_seed_chooses_the_held_out_rows(base_tokenizer, tmp_path, monkeypatch, n
     assert tokenized(tmp_path / "rows.parquet", base_tokenizer, held_out_rows=wanted).cached
 
 
-def test_prompts_and_completions_must_be_text(base_tokenizer: Path, tmp_path: Path) -> None:
+def test_prompts_and_completions_must_be_text(base_tokenizer, tmp_path):
     for row, problem in (
         ({"prompt": 1, "completion": "a"}, "prompt must be text, got 1; repair it"),
         ({"prompt": "a"}, "completion must be text, got None; repair it"),
@@ -147,7 +141,7 @@ def test_templates_that_change_responses_are_refused(trained_bpe, tmp_path, chan
         tokenized(written(tmp_path / "talks.jsonl", rows), tokenizer)
 
 
-def test_turns_end_at_the_first_stop_token(tmp_path: Path) -> None:
+def test_turns_end_at_the_first_stop_token(tmp_path):
     """Phi's generation_config.json names `<|end|>`; the tokenizer's end token follows the last turn."""
     folder = KINDS["phi"].saved(tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -163,7 +157,7 @@ def test_turns_end_at_the_first_stop_token(tmp_path: Path) -> None:
     assert tokenized(one, folder).directory.name != first.directory.name
 
 
-def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokenizer: Path, tmp_path: Path) -> None:
+def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokenizer, tmp_path):
     messages = chat("a", "first", "b", "second")["messages"]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]}]
     in_parts = {"messages": [*parts, *chat("a", "c")["messages"][1:]]}
@@ -176,7 +170,7 @@ def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokeniz
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.writes])
-def test_completions_continue_the_assistants_words(name: str, tmp_path: Path) -> None:
+def test_completions_continue_the_assistants_words(name, tmp_path):
     """The first words of the turn are part of the prompt, and the rest of the turn is the target."""
     folder = KINDS[name].saved(tmp_path / "tokenizer")
     prompt, completion = chat("What is 19 + 7?", "Let me see:")["messages"], chat("", " 19 + 7 = 26.")["messages"][1:]
@@ -190,7 +184,7 @@ def test_completions_continue_the_assistants_words(name: str, tmp_path: Path) ->
     assert target_text(tokenizer, row, skip_special_tokens=True).strip().startswith("19 + 7 = 26.")
 
 
-def called(arguments: object, **more: object) -> dict[str, Any]:
+def called(arguments, **more):
     """Return a conversation with a call of a function, as in OpenAI's API."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     asks, tells = chat("What is 2 + 5?", "It is 7.")["messages"]
@@ -199,11 +193,11 @@ def called(arguments: object, **more: object) -> dict[str, Any]:
 
 
 @pytest.fixture
-def tool_tokenizer(trained_bpe: Tokenizer, tmp_path: Path) -> Path:
+def tool_tokenizer(trained_bpe, tmp_path):
     return saved(trained_bpe, tmp_path / "with-tools", chat_template=TOOL_TEMPLATE)
 
 
-def test_function_calls_are_targets_as_the_template_writes_them(tool_tokenizer: Path, tmp_path: Path) -> None:
+def test_function_calls_are_targets_as_the_template_writes_them(tool_tokenizer, tmp_path):
     arguments = {"a": 2, "b": [5]}
     shown = called(arguments, tools=[ADD])
     rows = [shown, called(json.dumps(arguments), tools=json.dumps([ADD]), more=1), called(arguments)]

@@ -1,17 +1,13 @@
 """Preference pairs: their tokens in every form of a file, and refused files."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
 
 from data.demonstrations import tokenize_demonstrations
-from data.tasks import StageResult
-from rlcore.batching.prompts import Demonstration, read_demonstrations, read_pairs
+from rlcore.batching.prompts import read_demonstrations, read_pairs
 from rlcore.config import WarmStartConfig
 from rlcore.errors import DataError
 from tests.data.conftest import CHAT_TEMPLATE, saved
@@ -24,7 +20,7 @@ PAIR = "a preference pair must have a prompt, chosen and rejected"
 TEXT = {"prompt": "Q: 2 + 2? A:", "chosen": " 4", "rejected": " 5 or so"}
 
 
-def tokenized(file: Path, rows: list[Any], tokenizer: Path, loss: str = "dpo", **settings: Any) -> StageResult:
+def tokenized(file, rows, tokenizer, loss="dpo", **settings):
     if file.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), file)
     else:
@@ -33,7 +29,7 @@ def tokenized(file: Path, rows: list[Any], tokenizer: Path, loss: str = "dpo", *
     return tokenize_demonstrations(config, tokenizer, seed=1, root=file.parent)
 
 
-def pairs_in(file: Path, rows: list[Any], tokenizer: Path) -> list[Demonstration]:
+def pairs_in(file, rows, tokenizer):
     return read_pairs(tokenized(file, rows, tokenizer).directory / "train.parquet")
 
 
@@ -59,7 +55,7 @@ def test_pairs_have_the_tokens_of_two_demonstrations(chat_tokenizer, base_tokeni
     assert all(value != value for value in pair.reference), "it is unknown yet"
 
 
-def test_omitted_pairs_are_counted_by_reason(base_tokenizer: Path, tmp_path: Path) -> None:
+def test_omitted_pairs_are_counted_by_reason(base_tokenizer, tmp_path):
     rows = [
         TEXT, {**TEXT, "prompt": "Q: 1? A:"}, TEXT, {**TEXT, "rejected": " 6"}, {**TEXT, "rejected": " 4"},
         {**TEXT, "rejected": ""}, {**TEXT, "chosen": ""}, {**TEXT, "rejected": " word" * 99},
@@ -90,7 +86,7 @@ def test_unusable_files_are_refused(chat_tokenizer, tmp_path, rows, loss, proble
     assert str(error.value).startswith(f"{tmp_path / 'pairs.jsonl'}: {problem}")
 
 
-def test_template_that_changes_a_response_is_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
+def test_template_that_changes_a_response_is_refused(trained_bpe, tmp_path):
     template = CHAT_TEMPLATE.replace("m.content", "m.content.replace('I think', '')")
     tokenizer = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
     with pytest.raises(DataError, match=r"line 1: rejected: the chat template of .* drops or changes response 0"):

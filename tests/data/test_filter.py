@@ -3,13 +3,11 @@
 import json
 import logging
 import re
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from data.filter import filter_dataset
@@ -239,9 +237,8 @@ def test_empty_results_and_unfinished_datasets_are_refused(chat_tokenizer, artif
     with pytest.raises(DataError, match=match):
         filtered(settings, chat_tokenizer, artifacts_root, max_prompt_tokens=1)
     assert list((artifacts_root / "filtered").iterdir()) == []
-    with pytest.raises(
-        DataError, match=rf"^{tmp_path}: is no finished dataset \(no manifest\.json\); make it with `mill"
-    ):
+    match = rf"^{tmp_path}: is no finished dataset \(no manifest\.json\); make it with `mill"
+    with pytest.raises(DataError, match=match):
         filter_dataset(tmp_path, chat_tokenizer, FilterConfig(), root=artifacts_root)
 
 
@@ -256,7 +253,7 @@ def filtered_talks(folder, tokenizer, talks):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> None:
+def test_words_are_continued_as_by_transformers(name, tmp_path):
     """One of the four prompts starts a turn. The solution follows the assistant's words."""
     folder = KINDS[name].saved(tmp_path / "tokenizer")
     solution = " 3 + 4 = 7, so 7"
@@ -293,7 +290,7 @@ def test_prompts_with_the_answer_or_without_a_question_are_refused(chat_tokenize
         filtered_talks(tmp_path, chat_tokenizer, [good, talk(1, *messages, solution="<b>seven</b>")])
 
 
-def test_templates_that_drop_the_words_are_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
+def test_templates_that_drop_the_words_are_refused(trained_bpe, tmp_path):
     template = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else '')")
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
     rows = [talk(0, ("user", "x")), talk(1, ("user", "y"), ("assistant", "So"))]
@@ -301,7 +298,7 @@ def test_templates_that_drop_the_words_are_refused(trained_bpe: Tokenizer, tmp_p
         filtered_talks(tmp_path, folder, rows)
 
 
-def test_solutions_that_the_template_drops_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_solutions_that_the_template_drops_are_left_out(tmp_path, caplog):
     folder = KINDS["r1"].saved(tmp_path / "tokenizer")
     rows = [talk(n, ("user", f"What is {n} + 7?"), solution=f"<think> {n} </think> 9") for n in range(3)]
     made = filtered_talks(tmp_path, folder, rows)

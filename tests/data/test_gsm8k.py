@@ -41,16 +41,6 @@ def test_equal_numbers_vote_together(scorer):
     assert problem_statistics([result])["reward/maj_at_5"].tolist() == [0.5]  # a tie of 1000 and 7
 
 
-def perturbed(reference, rng):
-    """Make five solutions that end in another number, or in none."""
-    body, _, number = reference.rpartition("#### ")
-    value = int(number.replace(",", ""))
-    others = rng.sample([delta for delta in range(-60, 61) if delta], 3)
-    yield from (f"{body}#### {value + delta}" for delta in others)
-    yield f"{body}#### {number.strip()}7"
-    yield f"{body}#### none"
-
-
 @pytest.mark.slow
 def test_published_solutions_score_one_and_perturbed_ones_zero(gsm8k_folder, artifacts_root):
     dataset = build_dataset(Gsm8kData(source=str(gsm8k_folder)), seed=1, root=artifacts_root)
@@ -64,7 +54,10 @@ def test_published_solutions_score_one_and_perturbed_ones_zero(gsm8k_folder, art
             assert row["prompt"][0]["content"].endswith('output the final answer after "####".')
             for reference in (truth, {"answer": solution}):
                 assert score(solution, reference).total == score_numeric(solution, reference).total == 1.0
-            for wrong in perturbed(solution, rng):
+            body, _, number = solution.rpartition("#### ")
+            others = rng.sample([delta for delta in range(-60, 61) if delta], 3)
+            values = [int(number.replace(",", "")) + delta for delta in others]
+            for wrong in (f"{body}#### {ending}" for ending in (*values, f"{number.strip()}7", "none")):
                 assert score(wrong, truth).total == score_numeric(wrong, truth).total == 0.0, wrong
 
 

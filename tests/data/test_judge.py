@@ -108,9 +108,8 @@ def test_unreachable_endpoints_are_named(settings: Settings) -> None:
 
 def test_requests_have_prompt_key_and_response_format(server, settings, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # the key is for the endpoint alone
-    made = settings(
-        key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2, prompt="{response}|{ground_truth}|{other}"
-    )
+    prompt = "{response}|{ground_truth}|{other}"
+    made = settings(prompt=prompt, key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2)
     server.replies = [(200, message("Fine.\n<score>1.5</score>"), {})]
     assert judge_response(made, "says {ground_truth}", '{"a": 1}') == 0.75
     ((path, headers, request),) = server.requests

@@ -69,7 +69,8 @@ def test_tasks_with_too_few_problems_are_refused(monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr("data.reasoning_gym._TRIES", 1)
     small = ReasoningGymData(tasks=("tower_of_hanoi",), train_size=1, validation_size=120)
-    with pytest.raises(DataError, match="tower_of_hanoi has fewer than 120 different problems for the validation spl"):
+    message = "tower_of_hanoi has fewer than 120 different problems for the validation split"
+    with pytest.raises(DataError, match=message):
         build(small, 1)
 
 

@@ -190,7 +190,6 @@ def test_second_start_needs_no_network(reach, artifacts_root, tmp_path):
         first = build_dataset(Gsm8kData(), seed=1, root=artifacts_root)
         assert questions(first) == [f"main a train {row}" for row in range(4)]
         assert provenance(first.directory / "train.parquet")["inputs"] == {"hub": "openai/gsm8k/main", "commit": OLD}
-
         num_asked = len(hub.asked)
         assert build_dataset(Gsm8kData(revision=OLD), seed=1, root=artifacts_root).cached
         assert build_dataset(Gsm8kData(revision="v1"), seed=1, root=artifacts_root).cached

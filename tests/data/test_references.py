@@ -80,9 +80,8 @@ def test_unreadable_references_are_reported_and_refused_above_the_share(tmp_path
     assert report.startswith(f"warning: {first} does not for 1 of 4 rows of train (25.0%):\n")
     assert f"{data.source}/train.jsonl: line 2: reference" in report
     assert check(tmp_path, data, max_unmet_references=0.25) == report, "a later start reports it too"
-    with pytest.raises(
-        DataError, match=r"(?s)1 of 4 rows.*max_unmet_references=0\.24 is the share of a split that is ac"
-    ):
+    match = r"(?s)1 of 4 rows.*max_unmet_references=0\.24 is the share of a split that is acc"
+    with pytest.raises(DataError, match=match):
         check(tmp_path, data, max_unmet_references=0.24)
     data = mapped(tmp_path, "data.gsm8k:score", [*map(str, range(600)), "{}"], ["1", "{}", "{}"])
     with pytest.raises(DataError, match=r"(?s) and 2 of 3 rows of validation \(66\.7%\):\n.*test\.jsonl: line 2"):

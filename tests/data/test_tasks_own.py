@@ -15,7 +15,7 @@ from data import multiplication
 from data.number_guessing import Game
 from data.rows import Message, Row
 from data.tasks import build_dataset, build_mapped, dataset_fingerprint, input_digests, inputs_of
-from data.trial import FirstRow, first_row, validate_rows
+from data.trial import first_row, validate_rows
 from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
 
@@ -115,9 +115,8 @@ def test_rows_are_named_after_their_folder(tmp_path: Path) -> None:
     names = {"source": str(tmp_path), "question": "q", "answer": "a"}
     assert build_mapped(MappedData(**names), 0).data_source == tmp_path.name
     more = build_mapped(MappedData(**names, data_source="own", instruction="Think.", solution="s"), 0)
-    assert more.data_source == "own"
-    train = f"{tmp_path}/train.jsonl: line 1"
-    assert list(more.splits["train"]) == [Row((Message("user", "What? Think."),), "2", solution="It is 2", where=train)]
+    row = Row((Message("user", "What? Think."),), "2", solution="It is 2", where=f"{tmp_path}/train.jsonl: line 1")
+    assert (more.data_source, list(more.splits["train"])) == ("own", [row])
 
 
 def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root: Path) -> None:
@@ -172,9 +171,8 @@ def test_repeated_prompts_are_refused_with_their_line(mapped: MappedData, tmp_pa
     with train.open("a") as file:
         file.write('\n{"question": "train 1?", "answer": "7"}\n')
     assert validate_rows(mapped, 1, root, each_once=False) == 4
-    with pytest.raises(
-        DataError, match=rf"^{train}: line 5: the same prompt as {train}: line 2. Remove one of them, o"
-    ):
+    again = rf"^{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or"
+    with pytest.raises(DataError, match=again):
         validate_rows(mapped, 1, root, each_once=True)
     with test.open("a") as file:
         file.write('{"question": "train 0?", "answer": "7"}\n')
@@ -192,7 +190,6 @@ def test_repeated_prompts_are_refused_with_their_line(mapped: MappedData, tmp_pa
 def test_first_row_of_a_large_task_is_made_alone(tmp_path: Path) -> None:
     settings = CountdownData(train_size=10**9, template="bare", search_tries=None)
     found = first_row(settings, 7, tmp_path)
-    assert isinstance(found, FirstRow)
     assert (found.prompt_form, json.loads(found.ground_truth_json)["form"]) == ("text", "bare")
 
 

@@ -4,8 +4,6 @@ import inspect
 import json
 import shutil
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -97,7 +95,7 @@ def test_templates_have_a_constant_date(trained_bpe, tmp_path):
     assert tokenizer.texts(user_prompts("how many?")) == ["26 Jul 2024: how many?"]
 
 
-def test_fast_path_is_checked_on_a_sample(chat_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_path_is_checked_on_a_sample(chat_tokenizer, monkeypatch):
     found = PromptTokenizer(chat_tokenizer, chat=True)
     monkeypatch.setattr(tokenizers, "_CHECK_EVERY", 2)
     monkeypatch.setattr(PieceEncoder, "encode", lambda encoder, texts: [b"" for _ in texts])
@@ -127,7 +125,7 @@ def test_templates_without_tools_or_names_are_refused(trained_bpe, chat_tokenize
         PromptTokenizer(thinks, chat=True, chat_template_kwargs={"thinks": 1, "deep": 2})
 
 
-def test_texts_are_neither_truncated_nor_padded(trained_bpe: Tokenizer, tmp_path: Path) -> None:
+def test_texts_are_neither_truncated_nor_padded(trained_bpe, tmp_path):
     core = Tokenizer.from_str(trained_bpe.to_str())
     expected = encode_whole(core, texts := ["a", "a b c d e f g"])
     core.enable_truncation(2)
@@ -139,16 +137,16 @@ def test_texts_are_neither_truncated_nor_padded(trained_bpe: Tokenizer, tmp_path
 
 
 @pytest.fixture
-def folder(trained_bpe: Tokenizer, tmp_path: Path) -> Path:
+def folder(trained_bpe, tmp_path):
     return saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATE)
 
 
 @pytest.fixture
-def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: Any, names: dict[str, Any], *, prompt: bool) -> str:
+def rendered(tokenizer, messages, names, *, prompt):
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **names))
 
 
@@ -187,7 +185,7 @@ def test_demonstrations_are_rendered_with_the_names(folder, tokenizer, tmp_path)
         made(chat_template_kwargs={"voise": "loud"})
 
 
-def test_arguments_of_transformers_are_not_template_names() -> None:
+def test_arguments_of_transformers_are_not_template_names():
     arguments = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
     assert arguments <= RENDERING_NAMES
 

@@ -1,12 +1,10 @@
 """Responses are tokenized with their prompt, as the template writes both, for tokenizers of every kind."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from data.filter import filter_dataset
 from data.tasks import build_dataset
@@ -29,24 +27,24 @@ TURNS = [
 ]
 
 
-def sentences(rng: random.Random, number: int) -> list[str]:
+def sentences(rng, number):
     return [" ".join(rng.choices(WORDS, k=rng.randrange(1, 9))) for _ in range(number)]
 
 
-def listed(ids: bytes) -> list[int]:
+def listed(ids):
     return [int(id) for id in np.frombuffer(ids, dtype=np.int32)]
 
 
-def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def tokens_of(tokenizer, text):
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def kind(request, tmp_path_factory):
     return request.param, KINDS[request.param].saved(tmp_path_factory.mktemp("tokenizer"))
 
 
-def conversations(rng: random.Random, name: str) -> list[tuple[Messages, str]]:
+def conversations(rng, name):
     """Return questions, some with messages before or the assistant's words after them, and responses."""
     found: list[tuple[Messages, str]] = []
     thinks = name == "qwen3-thinking"
@@ -63,7 +61,7 @@ def conversations(rng: random.Random, name: str) -> list[tuple[Messages, str]]:
 
 
 @pytest.mark.parametrize("fast_path", [True, False])
-def test_prompt_and_response_are_the_tokens_of_the_conversation(kind: tuple[str, Path], fast_path: bool) -> None:
+def test_prompt_and_response_are_the_tokens_of_the_conversation(kind, fast_path):
     name, folder = kind
     tokenizer, stops = load_tokenizer(folder), end_of_text_ids(folder)
     rows = conversations(random.Random(name), name)
@@ -89,7 +87,7 @@ def test_prompt_and_response_are_the_tokens_of_the_conversation(kind: tuple[str,
         assert listed(before) + listed(target) == whole[: end + 1]
 
 
-def test_plain_prompts_and_responses_are_the_tokens_of_one_text(kind: tuple[str, Path]) -> None:
+def test_plain_prompts_and_responses_are_the_tokens_of_one_text(kind):
     """The response's tokens begin at the boundary where a token crosses it."""
     name, folder = kind
     tokenizer = load_tokenizer(folder)
@@ -115,11 +113,11 @@ def test_plain_prompts_and_responses_are_the_tokens_of_one_text(kind: tuple[str,
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
+def tokenizer(smollm2):
     return load_tokenizer(smollm2)
 
 
-def ids_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, prompt: bool = False) -> list[int]:
+def ids_of(tokenizer, turns, *, prompt=False):
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
     ids = tokens_of(tokenizer, text)
     assert tokenizer.decode(ids) == text
@@ -145,7 +143,7 @@ def test_gsm8k_is_filtered_with_the_models_template(gsm8k_folder, smollm2, token
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_appended_turns_are_the_tokens_of_the_conversation(tokenizer: PreTrainedTokenizerBase, cut: bool) -> None:
+def test_appended_turns_are_the_tokens_of_the_conversation(tokenizer, cut):
     """The template's end of a turn comes with the reply where a turn was cut at its limit."""
     turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=64)
     ids = ids_of(tokenizer, TURNS[:2], prompt=True)

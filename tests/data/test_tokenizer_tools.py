@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import partial
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,13 +24,9 @@ TURNS = (
     "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-RESULTS = {
-    "qwen": ("user", "'<tool_response>\\n' + m.content + '\\n</tool_response>'"),
-    "llama": ("ipython", "m.content | tojson"),
-}
-TEMPLATES = {
-    name: SHOWN + TURNS.replace("ROLE", role).replace("RESULT", result) for name, (role, result) in RESULTS.items()
-}
+RESULT = "'<tool_response>\\n' + m.content + '\\n</tool_response>'"
+TEMPLATES = {"qwen": SHOWN + TURNS.replace("ROLE", "user").replace("RESULT", RESULT)}
+TEMPLATES["llama"] = SHOWN + TURNS.replace("ROLE", "ipython").replace("RESULT", "m.content | tojson")
 
 
 def tagged(name, **arguments):
@@ -95,10 +90,8 @@ def test_replies_have_results_and_errors_of_calls():
 def test_prompts_and_turns_are_rendered_with_tools(name, trained_bpe, tmp_path, artifacts_root):
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATES[name])
     dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
-    made = partial(
-        filter_dataset, dataset.directory, folder, FilterConfig(max_prompt_tokens=2_000), root=artifacts_root
-    )
-    plain, shown = (made(tools=tools) for tools in ((), (CALCULATOR,)))
+    made = (dataset.directory, folder, FilterConfig(max_prompt_tokens=2_000))
+    plain, shown = (filter_dataset(*made, root=artifacts_root, tools=tools) for tools in ((), (CALCULATOR,)))
     assert plain.directory != shown.directory
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for row in pq.read_table(shown.directory / "validation.parquet").to_pylist():

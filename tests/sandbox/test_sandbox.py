@@ -145,8 +145,7 @@ def test_killed_scorer_ends_its_program_without_sandbox(tmp_path: Path, monkeypa
 def test_score_is_share_of_passed_tests(answer: str, total: float, parts: tuple[float, float]) -> None:
     tests = [{"stdin": "3 4\n", "stdout": "7"}, {"stdin": "1 1\n", "stdout": "2  \n"}, "assert add(2, 2) == 4"]
     found = code.score(answer, {"tests": json.dumps(tests)})
-    assert found.total == pytest.approx(total)
-    assert (found.parts["passed"], found.parts["compiles"]) == parts
+    assert (pytest.approx(found.total), found.parts["passed"], found.parts["compiles"]) == (total, *parts)
     tests = [{"stdin": text, "stdout": "9"} for text in ("08+1", "8+1", "+")]
     for order in (tests, tests[::-1]):  # a syntax error in eval fails one test
         found = code.score("```python\nprint(eval(input()))\n```", {"tests": json.dumps(order)})
