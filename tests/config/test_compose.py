@@ -40,8 +40,7 @@ def the_problem(*overrides: str, experiment: str | None = DEMO) -> str:
 def test_override_changes_only_its_key():
     assert load_config([f"experiment={DEMO}", "seed=2", "seed=2"]) == load_config(["seed=2"], experiment=DEMO)
     before, after = (load_config(words, experiment=DEMO) for words in ([], ["trainer.total_steps=5"]))
-    assert after.trainer.total_steps == 5
-    assert after.model_copy(update={"trainer": before.trainer}) == before
+    assert (after.trainer.total_steps, after.model_copy(update={"trainer": before.trainer})) == (5, before)
 
 
 @pytest.mark.parametrize(("override", "key", "value"), [
@@ -262,8 +261,8 @@ def test_unknown_defaults_are_reported_with_known_ones(tmp_path, defaults, missi
 
 
 def test_a_forgotten_config_dir_is_proposed(tmp_path, monkeypatch):
-    (tmp_path / "conf" / "data").mkdir(parents=True)
-    (tmp_path / "conf" / "data" / "mine.yaml").write_text("")
+    (folder := tmp_path / "conf" / "data").mkdir(parents=True)
+    (folder / "mine.yaml").touch()
     monkeypatch.chdir(tmp_path)
     assert "got mine. Add --config-dir conf, which has data/mine.yaml. There are code, " in the_problem("data=mine")
 

@@ -120,10 +120,9 @@ def test_suite_has_episodes_with_environment_and_no_training_rows() -> None:
 def test_source_after_a_name_replaces_the_source_of_the_suite() -> None:
     findings = Findings()
     published, own, generated = read_suites(["math500", "math500=/data/a=b", "gsm8k=me/gsm8k"], findings)
-    assert not findings.problems
-    assert published["data"]["source"] == "HuggingFaceH4/MATH-500"
+    sources = published["data"]["source"], generated["data"]["source"]
+    assert (findings.problems, sources) == ([], ("HuggingFaceH4/MATH-500", "me/gsm8k"))
     assert own == {**published, "data": {**published["data"], "source": "/data/a=b"}}
-    assert generated["data"]["source"] == "me/gsm8k"
     read_suites(["math501=/data"], findings)
     (problem,) = findings.problems
     assert "Did you mean math500?" in str(problem)

@@ -187,9 +187,9 @@ def test_completions_continue_the_assistants_words(name, tmp_path):
 def called(arguments, **more):
     """Return a conversation with a call of a function, as in OpenAI's API."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    asks, tells = chat("What is 2 + 5?", "It is 7.")["messages"]
+    question, answer = chat("What is 2 + 5?", "It is 7.")["messages"]
     calls = {"role": "assistant", "content": None, "tool_calls": [call]}
-    return {"messages": [asks, calls, {"role": "tool", "tool_call_id": "1", "content": "7"}, tells], **more}
+    return {"messages": [question, calls, {"role": "tool", "tool_call_id": "1", "content": "7"}, answer], **more}
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,7 +27,6 @@ from tests.storage.small_disk import fill
 from tests.storage.small_disk import small_disk as small_disk
 
 CHAT = CountdownData(train_size=300, validation_size=30, template="chat")
-PREFILL = "Let me solve this step by step.\n<think>"
 
 
 def row(content, index=0, split="train", **more):
@@ -75,7 +73,7 @@ def test_overlong_prompts_are_dropped_cut_or_refused(chat_tokenizer, artifacts_r
     settings = written(tmp_path, rows(70), rows(7, "validation"))
     full = filtered(settings, chat_tokenizer, artifacts_root)
     prompts = {p.prompt_id: p.token_ids for p in read_prompts(full.directory / "train.parquet")}
-    limit = int(np.median([len(ids) for ids in prompts.values()]))
+    limit = sorted(map(len, prompts.values()))[35]
     fitting = {index: ids for index, ids in prompts.items() if len(ids) <= limit}
     assert 0 < len(fitting) < 70
     message = rf"validation.parquet: row \d+: filter.max_prompt_tokens is {limit}, the prompt has \d+ tokens"
@@ -258,7 +256,7 @@ def test_words_are_continued_as_by_transformers(name, tmp_path):
     folder = KINDS[name].saved(tmp_path / "tokenizer")
     solution = " 3 + 4 = 7, so 7"
     rows = [
-        talk(0, ("user", "What is 3 + 4?"), ("assistant", PREFILL), truth="x", solution=solution),
+        talk(0, ("user", "What is 3 + 4?"), ("assistant", "Let me see.\n<think>"), truth="x", solution=solution),
         talk(1, ("user", "What is 4 + 4?"), ("assistant", "So: "), truth="x", solution=solution),
         talk(2, ("user", "What is 5 + 4?"), truth="x"),
         talk(3, ("user", "What?"), ("assistant", "9"), ("user", "Sure?"), ("assistant", "No,"), truth="x"),

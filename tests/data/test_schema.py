@@ -20,7 +20,6 @@ def row(number: int, **more: object) -> Row:
 
 
 def task_of(*truths: object, **more: object) -> TaskRows:
-    """Return a task whose train split has rows with these ground truths."""
     rows = [Row((Message("user", "x"),), truth) for truth in truths]  # type: ignore[arg-type]
     return TaskRows("t", "math", "text", {"train": rows, "validation": rows[:1]}, **more)  # type: ignore[arg-type]
 
