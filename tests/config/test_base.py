@@ -15,7 +15,6 @@ from tests.helpers.settings import HELD, settings
 # A randomly initialized model, on problems that it can read.
 SCRATCH = "data.number_high=20 data.target_high=40 data.template=bare "
 SCRATCH += "filter.max_prompt_tokens=32 rollout.max_response_tokens=8"
-
 X, Y = "{name:x,data:{task:countdown}}", "{name:y,data:{task:countdown}}"
 # The key of the problem, below `$`: settings of both + what breaks a rule | what mends it ; another case of the key.
 CASES = r"""

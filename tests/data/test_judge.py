@@ -18,10 +18,8 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE
 from tests.data.judges import GOOD, HOSTILE, Judge, Reply, judge_server, message
 
-SECRET = "sk-do-not-tell-1234"
-JUDGE = "data.judge:score"
-FIRST_PAUSE_S = judge._FIRST_PAUSE_S
-VERDICTS = judge._verdict
+SECRET, JUDGE = "sk-do-not-tell-1234", "data.judge:score"
+FIRST_PAUSE_S, VERDICTS = judge._FIRST_PAUSE_S, judge._verdict
 Settings = Callable[..., JudgeConfig]
 VERDICT = message('{"score": 3}')
 RANGE = "the judge's score must be from 0 to 4 (reward.judge.highest), got"

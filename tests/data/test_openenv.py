@@ -37,7 +37,7 @@ def test_session_sends_row_and_texts(server):
     server.reply = lambda message: observed(hint=message["type"], done=message["data"].get("guess") == "7", **more)
     environment = OpenEnv(server.address + "/")
     assert environment.reset({"seed": 2**40 + 5, "own_seed": 2**31 + 9, "answer": "x"}) == "reset"
-    turns = [environment.step(text) for text in ("6", "7")]
+    turns = [environment.step(text) for text in "67"]
     steps = [{"type": "step", "data": {"guess": guess}} for guess in "67"]
     assert server.received == [{"type": "reset", "data": {"seed": 9, "answer": "x"}}, *steps]
     assert [(turn.reply, turn.done, turn.reward) for turn in turns] == [("step", False, 0.5), ("step", True, 0.5)]
@@ -80,7 +80,7 @@ def test_wrong_replies_are_errors_with_the_address(server, reply, message):
 
 
 def test_slow_reply_and_episode_over_at_reset_are_errors(server):
-    environment = opened(server, deadline_s=1.0)
+    environment = opened(server, deadline_s=2.0)
     server.reply = lambda _: str(server.ends.wait(60))
     with pytest.raises(ConnectionError, match=r"TimeoutError.* or raise episode\.deadline_s"):
         environment.step("4")

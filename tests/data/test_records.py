@@ -19,8 +19,7 @@ from rlcore.errors import DataError
 from tests.helpers.hub_server import Repository, serving, use_hub
 
 VALUES = {"a": {"b": " one "}, "n": 3, "t": True, "e": "  ", "z": 0, "l": [{"c": "x"}, {"c": ["y"]}], "d.e": "flat"}
-COLUMNS = "a, n, t, e, z, l, d.e"
-KINDS = ".jsonl, .json or .parquet"
+COLUMNS, KINDS = "a, n, t, e, z, l, d.e", ".jsonl, .json or .parquet"
 ROWS = [{"q": 'What, "7"?\nNow.', "a": "007"}, {"q": "ä?", "a": "0.10"}]
 OLD, NEW = "a" * 40, "b" * 40
 # The published dataset has two subsets and no default.

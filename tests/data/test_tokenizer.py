@@ -34,8 +34,7 @@ TEMPLATE = (
     "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
     "{%- endif %}"
 )
-QUIET = {"enable_thinking": False}
-LOUD = {"voice": "loud"}
+QUIET, LOUD = {"enable_thinking": False}, {"voice": "loud"}
 # Words of several scripts and kinds of white space, many of them shared by the texts of a batch.
 PIECES = st.sampled_from([
     "the", "The", "number", "12", "7,", "(3", "+", "'s", "it's", "...", "=", "a_b", "", "<|im_start|>", "<|im_end|>\n",
