@@ -1,61 +1,48 @@
 """Dependence of fingerprints on every key."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.config import CountdownData, RunConfig
+from rlcore.config import fingerprint as fingerprints
 from rlcore.config.base import covers, leaves
-from rlcore.config.fingerprint import (
-    changed_settings,
-    fingerprint,
-    fixed_settings,
-    may_change,
-    run_directory,
-    run_id,
-    settings_fingerprint,
-    total_steps_may_change,
-)
+from rlcore.config.fingerprint import changed_settings, fingerprint, fixed_settings, may_change, settings_fingerprint
 from rlcore.config.run import all_keys, section_names
 from tests.helpers.settings import changed
 
 # Every section is there: a critic, adapters, a schedule that reads the number of steps.
-FULL: dict[str, Any] = {
-    "critic": {"optim": {"schedule": "cosine"}},
-    "model": {"lora": {}},
-    "algo": {"advantage": "gae", "teacher": {"path": "a/teacher"}},
-    "tags": {"owner": "me"},
-}
+FULL = {"critic": {"optim": {"schedule": "cosine"}}, "model": {"lora": {}}, "tags": {"owner": "me"}}
+FULL["algo"] = {"advantage": "gae", "teacher": {"path": "a/teacher"}}
 DATA_TASKS = ("countdown", "custom", "gsm8k", "mapped", "mixture", "parquet", "reasoning_gym", "verifiers")
-TASKS: dict[str, dict[str, Any]] = {task: FULL | {"data": {"task": task}} for task in DATA_TASKS}
+TASKS = {task: FULL | {"data": {"task": task}} for task in DATA_TASKS}
 COUNTS_WITH = {"warm_start.enabled": {"warm_start.steps_per_chunk"}}
 """Other settings that count only with a key."""
-
-
-def lasting(config: RunConfig) -> set[tuple[str, str]]:
-    return {(name, repr(value)) for name, value in fixed_settings(config).items()}
-
-
-def is_allowed(key: str) -> bool:
-    return any(key == may or key.startswith(f"{may}.") for may in may_change())
-
-
 CHANGEABLE = [
     (task, key)
     for task, base in TASKS.items()
     for key in [name for name in leaves(RunConfig.model_validate(base).model_dump()) if not name.startswith("tags.")]
     if (task == "countdown" or key.startswith("data.")) and key != "data.task"
 ] + [("countdown", "tags")]
+STEPS = [{"trainer": {"total_steps": steps}} for steps in (100, 200)]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def lasting(config: RunConfig) -> set[tuple[str, str]]:
+    return {(name, repr(value)) for name, value in fixed_settings(config).items()}
 
 
 @pytest.mark.parametrize(("task", "key"), CHANGEABLE)
 def test_fingerprint_changes_with_every_fixed_key(task, key):
     before, after = RunConfig.model_validate(TASKS[task]), changed(TASKS[task], key)
     same = settings_fingerprint(before) == settings_fingerprint(after)
-    assert same == is_allowed(key)
+    assert same == any(key == may or key.startswith(f"{may}.") for may in may_change())
     differing = {name for name, _ in lasting(before) ^ lasting(after)}
     assert bool(differing) != same
     assert all(covers(key, name) for name in differing - COUNTS_WITH.get(key, set()))
@@ -69,20 +56,14 @@ def test_keys_tasks_and_exceptions_are_complete():
     assert {"paths", "tags", "critic.optim.offload", "rollout.memory_share"} <= may_change()
 
 
-STEPS = [{"trainer": {"total_steps": steps}} for steps in (100, 200)]
-
-
 @pytest.mark.parametrize(("sections", "free"), [
-    ({}, True),
-    ({"optim": {"warmup_steps": 5}}, True),
-    ({"critic": {}}, True),
-    ({"optim": {"schedule": "cosine"}}, False),
-    ({"optim": {"warmup_ratio": 0.1}}, False),
+    ({}, True), ({"optim": {"warmup_steps": 5}}, True), ({"critic": {}}, True),
+    ({"optim": {"schedule": "cosine"}}, False), ({"optim": {"warmup_ratio": 0.1}}, False),
     ({"critic": {"optim": {"schedule": "linear"}}}, False),
 ])  # fmt: skip
 def test_total_steps_may_change_without_schedule(sections, free):
     short, long = (RunConfig.model_validate(sections | steps) for steps in STEPS)
-    assert total_steps_may_change(short) == free
+    assert fingerprints.total_steps_may_change(short) == free
     assert (settings_fingerprint(short) == settings_fingerprint(long)) == free
     changed = {("trainer.total_steps", "100"), ("trainer.total_steps", "200")}
     assert lasting(short) ^ lasting(long) == (set() if free else changed)
@@ -96,10 +77,8 @@ def test_total_steps_may_change_without_schedule(sections, free):
     ({"enabled": False}, True),
 ])  # fmt: skip
 def test_warm_start_chunks_count_if_best_is_chosen(warm_start, may_change):
-    usual, shorter = (
-        settings_fingerprint(RunConfig.model_validate({"warm_start": warm_start | more}))
-        for more in ({}, {"steps_per_chunk": 20})
-    )
+    runs = [RunConfig(warm_start=warm_start | more) for more in ({}, {"steps_per_chunk": 20})]
+    usual, shorter = map(settings_fingerprint, runs)
     assert (usual == shorter) == may_change
 
 
@@ -107,13 +86,9 @@ def test_fingerprint_is_pinned():
     """A changed fingerprint would make every finished run and dataset be made again."""
     assert fingerprint("data", {"b": [1, 2.5, None, True], "a": "ü"}) == "1753bb32d13d5981"
     assert len({fingerprint(stage, payload) for stage in ("a", "b") for payload in (1, "1", [1], None, {})}) == 10
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=8,
-)
+    section, text = CountdownData(), {"p": "a/b", "s": ["a", "b"]}
+    assert fingerprint("x", section) == fingerprint("x", section.model_dump(mode="json"))
+    assert fingerprint("x", {"p": Path("a/b"), "s": {"b", "a"}}) == fingerprint("x", text)
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=5))
@@ -121,12 +96,6 @@ def test_fingerprint_ignores_order_of_keys(payload):
     turned = dict(reversed(payload.items()))
     assert fingerprint("x", turned) == fingerprint("x", payload)
     assert len(fingerprint("x", payload)) == 16
-
-
-def test_fingerprint_of_sections_paths_and_sets():
-    section = CountdownData()
-    assert fingerprint("x", section) == fingerprint("x", section.model_dump(mode="json"))
-    assert fingerprint("x", {"p": Path("a/b"), "s": {"b", "a"}}) == fingerprint("x", {"p": "a/b", "s": ["a", "b"]})
 
 
 @pytest.mark.parametrize("payload", [object(), {"a": 1j}, float("nan")])
@@ -137,10 +106,10 @@ def test_fingerprint_rejects_other_values(payload):
 
 def test_run_ids():
     config = RunConfig(name="mine", seed=7)
-    assert run_id(config) == f"mine-s7-{settings_fingerprint(config)[:8]}"
-    assert run_id(config.model_copy(update={"run_id": "given"})) == "given"
+    assert (found := fingerprints.run_id(config)) == f"mine-s7-{settings_fingerprint(config)[:8]}"
+    assert fingerprints.run_id(config.model_copy(update={"run_id": "given"})) == "given"
     elsewhere = RunConfig.model_validate({"name": "mine", "seed": 7, "paths": {"root": "other"}})
-    assert run_directory(elsewhere) == Path("other/runs") / run_id(config)
+    assert fingerprints.run_directory(elsewhere) == Path("other/runs") / found
 
 
 def test_changed_settings_differ_from_defaults():
@@ -155,9 +124,8 @@ def test_changed_settings_differ_from_defaults():
 
 def test_fixed_settings_of_parts_have_no_seed():
     part = {"data": {"task": "countdown"}}
-    config = RunConfig.model_validate(
-        {"data": {"task": "mixture", "parts": [part, part]}, "validation": {"suites": [{"name": "x", **part}]}}
-    )
+    suites = {"suites": [{"name": "x", **part}]}
+    config = RunConfig.model_validate({"data": {"task": "mixture", "parts": [part, part]}, "validation": suites})
     lasting = fixed_settings(config)
     assert [one["data"]["task"] for one in lasting["data.parts"]] == ["countdown"] * 2
     assert "seed" not in str(lasting["data.parts"])

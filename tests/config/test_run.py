@@ -35,10 +35,9 @@ def test_validation_is_due_at_ends_and_intervals(every: int, due: list[int]) -> 
 
 
 def test_parts_of_task_and_mixture() -> None:
-    one = RunConfig.model_validate({"data": {"task": "countdown"}}).data
-    assert [part.data for part in parts_of(one)] == [one]
     parts = [{"data": {"task": "countdown"}}, {"data": {"task": "custom"}}]
-    mixture = RunConfig.model_validate({"data": {"task": "mixture", "parts": parts}}).data
+    one, mixture = (RunConfig(data=data).data for data in (parts[0]["data"], {"task": "mixture", "parts": parts}))
+    assert [part.data for part in parts_of(one)] == [one]
     assert [part.data.task for part in parts_of(mixture)] == ["countdown", "custom"]
 
 
@@ -53,11 +52,9 @@ def test_home_is_expanded_for_known_users() -> None:
 
 
 def test_value_at_missing_key_is_absent() -> None:
-    config = RunConfig()
-    assert value_at(config, "trainer.total_steps") == 100
+    config, keys = RunConfig(), ("trainer.total_steps", "critic.optim.lr", "data.nothing")
+    assert [value_at(config, key, "none") for key in keys] == [100, "none", "none"]
     assert value_at(config, "critic.optim.lr") is None
-    assert value_at(config, "critic.optim.lr", "none") == "none"
-    assert value_at(config, "data.nothing", "none") == "none"
 
 
 def test_settings_page_is_current_and_has_every_key():

@@ -1,6 +1,7 @@
 """A sweep's file is checked before any run starts, and all its mistakes are reported."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,7 @@ EARLY = "overrides: [trainer.total_steps=8]\ngrid: {optim.lr: [1e-3]}\n"
 @pytest.fixture
 def load(tmp_path: Path):
     def load(text: str, *overrides: str, budget: Budget | None = None) -> Sweep:
-        file = tmp_path / "sweep.yaml"
-        file.write_text(text)
+        (file := tmp_path / "sweep.yaml").write_text(text)
         return load_sweep(str(file), overrides, budget=budget)
 
     return load
@@ -32,10 +32,8 @@ def mistakes(load):
         with pytest.raises(ConfigError) as caught:
             load(text, *overrides)
         head, *lines = str(caught.value).splitlines()
-        if not lines:
-            return [head]
-        assert head == f"{len(lines)} problems in the settings:"
-        return [line.partition(". ")[2] for line in lines]
+        assert not lines or head == f"{len(lines)} problems in the settings:"
+        return [line.partition(". ")[2] for line in lines] or [head]
 
     return mistakes
 
@@ -49,11 +47,8 @@ def test_sweeps_in_conf_load_and_begin_with_command(name):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "sweep: is empty"),
-    ("grid: {}", "grid: is empty"),
-    ("grid: {optim.lr: []}", "grid.optim.lr: is empty"),
-    ("list: []", "list: is empty"),
-    ("list: [{}]", "list.1: is empty"),
+    ("", "sweep: is empty"), ("grid: {}", "grid: is empty"), ("grid: {optim.lr: []}", "grid.optim.lr: is empty"),
+    ("list: []", "list: is empty"), ("list: [{}]", "list.1: is empty"),
     ("grid: {optim.lr: [1]}\nlist: [{optim.lr: 1}]", "sweep: has more than one way"),
     ("list: [{optim.lr: 1e-3}, {optim.lr: 0.001}]", "sweep: has two points that are the same run"),
     ("grid: {trainer.total_steps: [2, 4]}", "sweep: has two points that are the same run"),
@@ -62,8 +57,7 @@ def test_sweeps_in_conf_load_and_begin_with_command(name):
     ("grid: {optim.lr: [1e-3]}\nobjective: {metric: reward/mean_at_3}",
      "objective.metric: must be a metric of the validation; got reward/mean_at_3. Did you mean reward/mean_at_2?"),
     ("grid: {optim.lr: [1e-3]}\nobjective: {direction: up}", "objective.direction: must be 'maximize'"),
-    ("grid: {paths.root: [a, b]}", "paths.root: cannot be swept"),
-    ("grid: {seed: [1, 2]}", "seed: cannot be swept"),
+    ("grid: {paths.root: [a, b]}", "paths.root: cannot be swept"), ("grid: {seed: [1, 2]}", "seed: cannot be swept"),
     ("grid: {experiment: [debug]}", "experiment: cannot be swept; got experiment in grid. A sweep varies one"),
     ("grid: {optim.lrr: [1]}", "optim.lrr: there is no such setting; got optim.lrr in grid. Did you mean optim.lr?"),
     ("seed: 3\ngrid: {optim.lr: [1]}", "seed: a sweep has no such key; got 3. Did you mean seeds?"),
@@ -119,20 +113,15 @@ def test_mistakes_of_one_kind_are_reported_together(mistakes, text, keys):
             load_sweep(source)
 
 
-def test_grid_is_every_combination(load):
+def test_grid_is_every_combination_up_to_a_number(load, mistakes, monkeypatch):
     sweep = load(HEAD + "grid: {optim.lr: [1e-3, 2e-3], algo: [grpo, rloo]}\nseeds: [4, 5]")
-    assert [tuple(point.values()) for point in sweep.points] == [
-        (1e-3, "grpo"), (1e-3, "rloo"), (2e-3, "grpo"), (2e-3, "rloo"),
-    ]  # fmt: skip
+    assert [tuple(point.values()) for point in sweep.points] == list(product((1e-3, 2e-3), ("grpo", "rloo")))
     assert sweep.overrides_of(sweep.points[1], 5) == ["optim.lr=0.001", "algo=rloo", "seed=5"]
     assert sweep.rungs(sweep.base) == (2,)
     long = "overrides: [trainer.total_steps=30, trainer.steps_per_chunk=2]\n"
     sweep = load(HEAD + long + "grid: {optim.lr: [1]}\npruning: {every_steps: 8}")
     assert sweep.rungs(sweep.base) == (8, 16, 24, 30)
     assert load(HEAD + "seeds: [1, 2]\n").points == ({},)
-
-
-def test_grid_size_is_limited(load, mistakes, monkeypatch):
     monkeypatch.setattr(sweeps, "MAX_POINTS", 4)
     assert len(load(HEAD + "grid: {optim.lr: [1, 2], algo: [grpo, rloo]}").points) == 4
     (line,) = mistakes(HEAD + "grid: {optim.lr: [1, 2, 3, 4, 5]}")
@@ -140,36 +129,30 @@ def test_grid_size_is_limited(load, mistakes, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [
-    "grid: {optim.lr: [1e-3]}\nseeds: [0, 2147483647]",
-    EARLY + "pruning: {every_steps: 2, confidence: 0.9}",
+    "grid: {optim.lr: [1e-3]}\nseeds: [0, 2147483647]", EARLY + "pruning: {every_steps: 2, confidence: 0.9}",
     "grid: {trainer.total_steps: [4, 8]}\noverrides: [optim.schedule=cosine]\npruning: {every_steps: 2}",
 ])  # fmt: skip
 def test_valid_sweep_loads(load, text):
     assert load(HEAD + text).spec.name == "a"
 
 
-def test_edge_points_of_space():
+def test_points_of_space_are_edges_first_and_no_part_of_the_id(load):
     space = {"optim.lr": Range(low=1e-4, high=1e-2), "algo": ("grpo", "rloo", "opo")}
     ends = [(1e-4, "grpo"), (1e-2, "grpo"), (1e-4, "rloo"), (1e-4, "opo")]
     assert [tuple(point.values()) for point in edge_points(space)] == ends
     assert edge_points({"optim.lr": (), "algo": ("grpo",)}) == [{"algo": "grpo"}]
-
-
-def test_more_points_keep_sweep_id(load):
     few, many = (load(HEAD + f"optuna: {{num_points: {number}, space: {{optim.lr: [1, 2]}}}}") for number in (3, 12))
     assert (few.points, few.num_points, many.num_points) == ((), 3, 12)
-    assert many.sweep_id == few.sweep_id
+    assert many.sweep_id == few.sweep_id, "a larger search continues the smaller one"
 
 
 def test_budget_and_overrides_of_command_are_added(load):
     shared = "overrides: [trainer.total_steps=8, optim.grad_clip=2]\n"
     text = HEAD + shared + "grid: {optim.lr: [1]}\nbudget: {runs: 3, hours: 1}"
     sweep = load(text, "trainer.total_steps=6", budget=Budget(runs=1))
-    assert (sweep.spec.budget.runs, sweep.spec.budget.hours) == (1, 1)
+    assert (sweep.spec.budget.runs, sweep.spec.budget.hours, sweep.base.trainer.total_steps) == (1, 1, 6)
     assert sweep.overrides == ("optim.grad_clip=2", "trainer.total_steps=6")
-    assert sweep.base.trainer.total_steps == 6
-    assert sweep.sweep_id == load(text, "trainer.total_steps=6").sweep_id
-    assert sweep.sweep_id != load(text).sweep_id
+    assert load(text, "trainer.total_steps=6").sweep_id == sweep.sweep_id != load(text).sweep_id
     assert re.fullmatch("a-[0-9a-f]{8}", sweep.sweep_id)
 
 
@@ -178,8 +161,7 @@ def test_experiment_text_round_trip(experiment, tmp_path):
     words = ["optim.lr=7e-5", "algo.clip_high=0.3", "seed=5", "reward.weights={style.length: 0.5}"]
     config = load_config(words, experiment=experiment)
     assert config.reward.weights == {"style.length": 0.5}
-    file = tmp_path / "best.yaml"
-    file.write_text(experiment_text(config, "millrace run experiment=best.yaml"))
+    (file := tmp_path / "best.yaml").write_text(experiment_text(config, "millrace run experiment=best.yaml"))
     assert load_config([f"experiment={file}"]) == config
     text = experiment_text(load_config(["data.train_size=9", "tags.owner=me", "model.path=a/b"]), "first\nsecond")
     assert text.splitlines() == [

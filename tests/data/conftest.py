@@ -41,21 +41,14 @@ def scratch_tokenizer(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def trained_bpe() -> Tokenizer:
     core = Tokenizer(models.BPE())
-    cut = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    whole_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), whole_bytes])
     core.decoder = decoders.ByteLevel()
-    texts = [
-        path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
-    ]
-    trainer = trainers.BpeTrainer(
-        vocab_size=2_000,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    core.train_from_iterator(texts, trainer)
+    options = {"special_tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "show_progress": False}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2_000, initial_alphabet=alphabet, **options)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
+    core.train_from_iterator([file.read_text(errors="replace") for file in files], trainer)
     return core
 
 
@@ -64,13 +57,9 @@ def user_prompts(*questions: str) -> list[list[dict[str, str]]]:
 
 
 def saved(core: Tokenizer, folder: Path, *, chat_template: str | None) -> Path:
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(core.to_str()),
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=chat_template,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False}
+    copy = Tokenizer.from_str(core.to_str())
+    PreTrainedTokenizerFast(tokenizer_object=copy, chat_template=chat_template, **names).save_pretrained(folder)
     return folder
 
 
@@ -83,9 +72,8 @@ def chat_tokenizer(trained_bpe, tmp_path_factory) -> Path:
 def base_tokenizer(trained_bpe, tmp_path_factory) -> Path:
     """A tokenizer without a chat template that puts a token before every text."""
     core = Tokenizer.from_str(trained_bpe.to_str())
-    core.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
+    first = [("<|endoftext|>", 0)]
+    core.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=first)
     return saved(core, tmp_path_factory.mktemp("base"), chat_template=None)
 
 

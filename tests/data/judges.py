@@ -50,7 +50,7 @@ class Judge(ThreadingHTTPServer):
         self.replies, self.requests, self.seen = list(replies), list[tuple[str, dict[str, str], Any]](), Counter[str]()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, *args: object) -> None:
         """Ignore clients that close the connection, as some cases make them."""
 
 
@@ -81,8 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         seen, replies = self.server.seen, self.server.replies
         self.server.requests.append((self.path, dict(self.headers), request))
         if replies:
-            self.reply(*(replies.pop(0) if len(replies) > 1 else replies[0]))
-            return
+            return self.reply(*(replies.pop(0) if len(replies) > 1 else replies[0]))
         if self.path != "/v1/chat/completions":
             seen["elsewhere"] += 1
         found = re.search(r"case=(\w+)", request["messages"][0]["content"])

@@ -31,8 +31,8 @@ PAGE = SOURCE_FOLDER / "docs" / "environments.md"
 
 def block_of_the_page(name: str) -> str:
     """The Python block of docs/environments.md that begins with the name of its file."""
-    blocks = (block for _, block in BLOCK.findall(PAGE.read_text(encoding="utf-8")))
-    return next(block for block in blocks if block.startswith(f"# {name}\n"))
+    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    return next(block for _, block in blocks if block.startswith(f"# {name}\n"))
 
 
 @contextmanager
@@ -70,9 +70,7 @@ class Replies:
         self.reply: Callable[[dict[str, Any]], str | None] = lambda message: observed(hint=message["type"], turn=1)
         self.received: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
-        self.num_open, self.sessions = 0, list[ServerConnection]()
-        self.ends = Event()
-        self.address = ""
+        self.num_open, self.sessions, self.ends, self.address = 0, list[ServerConnection](), Event(), ""
 
     def schema(self) -> str:
         general = {"metadata": {}, "done": {}, "reward": {}}

@@ -17,6 +17,8 @@ from rlcore.errors import DataError
 from tests.helpers.countdown import DEMO, LARGE, UNIFORM
 
 TRUTH = {"target": 10, "numbers": [2, 3, 8]}
+OVERFLOW = {"number_high": 32_768}, r"data.number_high must be at most 32767 with 4 numbers, got 32768$"
+TOO_MANY = r"5,327 problems asked for, but only 5,326 exist with 3 numbers of 1\.\.20, operations \+ - and"
 
 
 def tagged(equation):
@@ -63,34 +65,24 @@ def test_search_solutions_have_wrong_equations_before_the_right_one():
     assert min(tries.values()) > 100
 
 
-@pytest.mark.parametrize(
-    ("response", "total"),
-    [
-        (tagged("(8 - 3) * 2"), 1.0),
-        ("so <answer>2*(8-3)</answer>", 1.0),
-        ("<think> hm <answer> 1 </answer> no </think>" + tagged("(8-3)*2") + "\nthat is it.", 1.0),
-        (tagged("(8 - 3) * 2") + " or <answer> 8", 1.0),
-        (tagged("(8 - 3) * 2") + " or " + tagged("8 + 3"), 0.1),
-        *((tagged(text), 0.1) for text in ("8 + 3 + 2", "8 + 2", "(8 - 3) * 2 + 2 - 2", "8 / (3 - 3)", "10")),
-        ("(8 - 3) * 2", 0.0),
-        ("<answer> (8 - 3) * 2", 0.0),
-        ("</answer> (8 - 3) * 2 <answer>", 0.0),
-        *((tagged(text), 0.0) for text in ("(8 - 3) * 2 = 10", "", "-3 + 8", "2 ** 3", "8 // 3", "8 % 3", "5.0 * 2")),
-        *((tagged(text), 0.0) for text in ("__import__('os').abort()", "\u0668 - 3", "8 \u2212 3", "9**9**9")),
-        (tagged("(" * 10_000 + "8" + ")" * 10_000), 0.0),
-        (tagged("8 + " * 250_000 + "8"), 0.0),
-        ("<answer>" * 100_000, 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("response", "total"), [
+    (tagged("(8 - 3) * 2"), 1.0), ("so <answer>2*(8-3)</answer>", 1.0),
+    ("<think> hm <answer> 1 </answer> no </think>" + tagged("(8-3)*2") + "\nthat is it.", 1.0),
+    (tagged("(8 - 3) * 2") + " or <answer> 8", 1.0), (tagged("(8 - 3) * 2") + " or " + tagged("8 + 3"), 0.1),
+    *((tagged(text), 0.1) for text in ("8 + 3 + 2", "8 + 2", "(8 - 3) * 2 + 2 - 2", "8 / (3 - 3)", "10")),
+    ("(8 - 3) * 2", 0.0), ("<answer> (8 - 3) * 2", 0.0), ("</answer> (8 - 3) * 2 <answer>", 0.0),
+    *((tagged(text), 0.0) for text in ("(8 - 3) * 2 = 10", "", "-3 + 8", "2 ** 3", "8 // 3", "8 % 3", "5.0 * 2")),
+    *((tagged(text), 0.0) for text in ("__import__('os').abort()", "\u0668 - 3", "8 \u2212 3", "9**9**9")),
+    (tagged("(" * 10_000 + "8" + ")" * 10_000), 0.0), (tagged("8 + " * 250_000 + "8"), 0.0),
+    ("<answer>" * 100_000, 0.0), ("", 0.0),
+])  # fmt: skip
 def test_tagged_responses_are_scored(response, total):
     assert score(response, TRUTH).total == total
 
 
-@pytest.mark.parametrize(
-    ("response", "total", "well_formed"),
-    [("(8 - 3) * 2", 1.0, 1.0), (" 2*(8-3)\n", 1.0, 1.0), ("8 + 3 + 2", 0.0, 1.0), (tagged("(8 - 3) * 2"), 0.0, 0.0)],
-)
+@pytest.mark.parametrize(("response", "total", "well_formed"), [
+    ("(8 - 3) * 2", 1.0, 1.0), (" 2*(8-3)\n", 1.0, 1.0), ("8 + 3 + 2", 0.0, 1.0), (tagged("(8 - 3) * 2"), 0.0, 0.0),
+])  # fmt: skip
 def test_bare_responses_are_scored(response, total, well_formed):
     found = score(response, {**TRUTH, "form": "bare"})
     assert (found.total, found.parts["format"]) == (total, well_formed)
@@ -105,17 +97,12 @@ def test_first_answer_counts_after_a_few_shot_prompt():
 
 
 def test_values_are_exact():
-    truth = {"target": 1, "numbers": [1, 3, 1, 3, 1, 3], "form": "bare"}
+    truth, huge = {"target": 1, "numbers": [1, 3, 1, 3, 1, 3], "form": "bare"}, 10**200
     assert score("1 / 3 + 1 / 3 + 1 / 3", truth).total == 1.0
-    huge = 10**200
     assert score(f"{huge + 1} - {huge}", {"target": 0, "numbers": [huge + 1, huge], "form": "bare"}).total == 0.0
-
-
-EVERY_WAY = pytest.mark.parametrize("settings", [DEMO, LARGE, UNIFORM], ids=["enumerated", "drawn", "uniform"])
-
-
-def multisets(problems):
-    return {tuple(sorted(problem.numbers)) for problem in problems}
+    assert solve((3, 3, 8, 8), ("+", "-", "*", "/"))[(24, 1)].text == "8 / (3 - 8 / 3)"
+    with pytest.raises(AssertionError, match="does not solve itself"):
+        Problem((1, 2, 3), 7, "1 + 2 + 3", "", 0)
 
 
 def test_demo_has_all_problems_of_a_naive_search():
@@ -129,14 +116,14 @@ def test_demo_has_all_problems_of_a_naive_search():
     assert set(made) == naive
 
 
-@EVERY_WAY
+@pytest.mark.parametrize("settings", [DEMO, LARGE, UNIFORM], ids=["enumerated", "drawn", "uniform"])
 def test_problems_are_distinct_and_solved_in_separate_splits(settings):
     splits = generate(settings, seed=3)
     sizes = {split: len(problems) for split, problems in splits.items()}
     assert sizes == {"train": settings.train_size, "validation": settings.validation_size}
-    assert not multisets(splits["train"]) & multisets(splits["validation"])
-    keys = [(tuple(sorted(p.numbers)), p.target) for problems in splits.values() for p in problems]
-    assert len(set(keys)) == len(keys)
+    train, validation = ([(*sorted(p.numbers), p.target) for p in splits[split]] for split in ("train", "validation"))
+    assert not {numbers[:-1] for numbers in train} & {numbers[:-1] for numbers in validation}
+    assert len({*train, *validation}) == len(train) + len(validation)
     for problem in splits["train"]:
         truth = {"target": problem.target, "numbers": list(problem.numbers), "form": "bare"}
         assert score(problem.solution, truth).total == 1.0
@@ -194,13 +181,10 @@ def test_uniform_targets_draw_each_problem_equally():
     changes = {"number_high": 25, "target_high": 60, "min_numbers": 3, "max_numbers": 3}
     settings = UNIFORM.model_copy(update=changes | {"train_size": 3_000, "validation_size": 1})
     drawn = [p for chunk in range(4) for p in draw_chunk(settings, 1, chunk)]
-    every = [
-        target
-        for numbers in combinations_with_replacement(range(1, 26), 3)
-        for target, bottom in solve(numbers, settings.operations)
-        if bottom == 1 and 1 <= target <= 60
-        for _ in set(permutations(numbers))
-    ]
+    every = []
+    for numbers in combinations_with_replacement(range(1, 26), 3):
+        whole = [target for target, bottom in solve(numbers, settings.operations) if bottom == 1 and 1 <= target <= 60]
+        every += whole * len(set(permutations(numbers)))
     for bound in (10, 20, 40):
         share = sum(target <= bound for target in every) / len(every)
         assert sum(p.target <= bound for p in drawn) / len(drawn) == pytest.approx(share, abs=0.04)
@@ -220,36 +204,20 @@ def test_balanced_difficulty_is_exact_in_both_splits(settings):
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_wrong_solutions_are_detected():
-    with pytest.raises(AssertionError, match="does not solve itself"):
-        Problem((1, 2, 3), 7, "1 + 2 + 3", "", 0)
-
-
-def test_solver_uses_fractions():
-    assert solve((3, 3, 8, 8), ("+", "-", "*", "/"))[(24, 1)].text == "8 / (3 - 8 / 3)"
-
-
-def test_numbers_that_may_overflow_are_refused():
-    for function in (generate, require_enough):
-        with pytest.raises(DataError, match=r"data.number_high must be at most 32767 with 4 numbers, got 32768$"):
-            function(LARGE.model_copy(update={"number_high": 32_768}), 1)
+@pytest.mark.parametrize("function", [generate, require_enough])
+def test_numbers_that_overflow_and_more_problems_than_exist_are_refused(function):
+    for settings, changes, message in ((LARGE, *OVERFLOW), (DEMO, {"train_size": 4_768}, TOO_MANY)):
+        with pytest.raises(DataError, match=message):
+            function(settings.model_copy(update=changes), 1)
     require_enough(CountdownData(number_high=32_767, train_size=2, validation_size=1), 1)
+    one = {"number_low": 2, "number_high": 2, "train_size": 1, "validation_size": 1}
+    with pytest.raises(DataError, match=r"^data\.validation_size: 1 asked for, but the splits, which share no"):
+        generate(DEMO.model_copy(update=one), 7)
 
 
 def test_exhausted_spaces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(countdown_problems, "CHUNK", 256)
-    settings = CountdownData(
-        train_size=100_000, validation_size=10, min_numbers=5, max_numbers=5, number_high=4, target_high=2
-    )
+    sizes = {"train_size": 100_000, "validation_size": 10}
+    settings = CountdownData(min_numbers=5, max_numbers=5, number_high=4, target_high=2, **sizes)
     with pytest.raises(DataError, match=r"^countdown: 24,576 draws gave 108 of 100,000 for train, 0 of 10 for valid.*"):
         generate(settings, 1)
-
-
-def test_more_problems_than_exist_are_refused():
-    message = r"5,327 problems asked for, but only 5,326 exist with 3 numbers of 1\.\.20, operations \+ - and"
-    for function in (generate, require_enough):
-        with pytest.raises(DataError, match=message):
-            function(DEMO.model_copy(update={"train_size": 4_768}), 1)
-    one = {"number_low": 2, "number_high": 2, "train_size": 1, "validation_size": 1}
-    with pytest.raises(DataError, match=r"^data\.validation_size: 1 asked for, but the splits, which share no"):
-        generate(DEMO.model_copy(update=one), 7)

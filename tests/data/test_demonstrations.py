@@ -1,20 +1,15 @@
 """The user's demonstrations: tokenized once, with a loss only on the assistant's turns."""
 
 import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from data.demonstrations import tokenize_demonstrations
 from data.schema import provenance
-from data.tasks import StageResult
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import WarmStartConfig
 from rlcore.errors import DataError
@@ -22,34 +17,34 @@ from tests.data.conftest import CHAT_TEMPLATE, saved
 from tests.helpers.file_shapes import ADD, TOOL_TEMPLATE
 from tests.helpers.tokenizer_kinds import KINDS
 
+FOLLOW = r"an assistant's turn must follow another one's, got the roles"
 
-def chat(*contents: str, system: str = "") -> dict[str, Any]:
+
+def chat(*contents, system=""):
     """Return a conversation that a user begins."""
     first = [{"role": "system", "content": system}] if system else []
-    roles = ("user", "assistant")
-    return {"messages": first + [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]}
+    return {
+        "messages": first + [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+    }
 
 
-def written(file: Path, rows: Iterable[Any]) -> Path:
+def written(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-def tokenized(file: Path, tokenizer: Path, **settings: Any) -> StageResult:
+def tokenized(file, tokenizer, **settings):
     config = WarmStartConfig(demonstrations=str(file), **{"held_out_rows": 0, **settings})
     return tokenize_demonstrations(config, tokenizer, seed=1, root=file.parent)
 
 
-Tokens = tuple[list[int], list[bool]]
-"""Tokens of a row, and which of them are targets."""
-
-
-def tokens_of(file: Path, rows: Iterable[Any], tokenizer: Path) -> list[Tokens]:
+def tokens_of(file, rows, tokenizer):
+    """The tokens of each row, and which of them are targets."""
     found = read_demonstrations(tokenized(written(file, rows), tokenizer).directory / "train.parquet")
     return [(list(map(int, row.token_ids)), list(map(bool, row.is_target))) for row in found]
 
 
-def target_text(tokenizer: PreTrainedTokenizerBase, row: Tokens, **options: bool) -> str:
+def target_text(tokenizer, row, **options):
     return str(tokenizer.decode([id for id, is_target in zip(*row, strict=True) if is_target], **options))
 
 
@@ -60,7 +55,7 @@ TALKS = [
 ]
 
 
-def test_targets_are_the_assistants_turns(chat_tokenizer: Path, tmp_path: Path) -> None:
+def test_targets_are_the_assistants_turns(chat_tokenizer, tmp_path):
     found = tokens_of(tmp_path / "talks.jsonl", TALKS, chat_tokenizer)
     assert tokenized(tmp_path / "talks.jsonl", chat_tokenizer).counts == {"train": 3, "validation": 0}
     tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer)
@@ -70,17 +65,16 @@ def test_targets_are_the_assistants_turns(chat_tokenizer: Path, tmp_path: Path) 
         assert target_text(tokenizer, row) == "".join(turn + tokenizer.eos_token for turn in turns)
 
 
-def test_fingerprint_depends_on_content_and_settings(chat_tokenizer: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_and_settings(chat_tokenizer, tmp_path):
     file = written(tmp_path / "talks.jsonl", TALKS)
-    first = tokenized(file, chat_tokenizer)
-    assert tokenized(file, chat_tokenizer).cached
+    first, again = tokenized(file, chat_tokenizer), tokenized(file, chat_tokenizer)
+    assert again.cached
     assert tokenized(file, chat_tokenizer, max_tokens=1_000).directory.name != first.directory.name
-    copy = tmp_path / "elsewhere.jsonl"
-    copy.write_bytes(file.read_bytes())
+    copy = file.rename(tmp_path / "elsewhere.jsonl")
     assert tokenized(copy, chat_tokenizer).directory.name == first.directory.name, "the place does not count"
 
 
-def test_omitted_rows_are_counted_by_reason(chat_tokenizer: Path, base_tokenizer: Path, tmp_path: Path) -> None:
+def test_omitted_rows_are_counted_by_reason(chat_tokenizer, base_tokenizer, tmp_path):
     """The limit of tokens is exact."""
     longest = max(len(ids) for ids, _ in tokens_of(tmp_path / "talks.jsonl", TALKS, chat_tokenizer))
     rows = [*TALKS, TALKS[0], chat("Well?", " "), chat("Long?", "word " * 300)]
@@ -99,9 +93,7 @@ def test_omitted_rows_are_counted_by_reason(chat_tokenizer: Path, base_tokenizer
 
 
 @pytest.mark.parametrize(("number", "wanted", "expected"), [(19, 5, 1), (20, 5, 2), (20, 1, 1), (9, 5, 0)])
-def test_seed_chooses_the_held_out_rows(
-    base_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, wanted: int, expected: int
-) -> None:
+def test_seed_chooses_the_held_out_rows(base_tokenizer, tmp_path, monkeypatch, number, wanted, expected):
     monkeypatch.setattr("data.demonstrations.ROWS_PER_GROUP", 8)
     rows = [{"prompt": f"{n} is", "completion": f" {n}."} for n in range(number)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -121,7 +113,7 @@ def test_seed_chooses_the_held_out_rows(
     assert tokenized(tmp_path / "rows.parquet", base_tokenizer, held_out_rows=wanted).cached
 
 
-def test_prompts_and_completions_must_be_text(base_tokenizer: Path, tmp_path: Path) -> None:
+def test_prompts_and_completions_must_be_text(base_tokenizer, tmp_path):
     for row, problem in (
         ({"prompt": 1, "completion": "a"}, "prompt must be text, got 1; repair it"),
         ({"prompt": "a"}, "completion must be text, got None; repair it"),
@@ -132,25 +124,16 @@ def test_prompts_and_completions_must_be_text(base_tokenizer: Path, tmp_path: Pa
             tokenized(file, base_tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("change", "rows", "problem"),
-    [
-        (("for m in messages", "for m in messages[-2:]"), TALKS,
-         r"line 2: the chat template of .* drops or changes response 0 .*differently before the turns that follow"),
-        (("m.content", "(m.content if m.role == 'user' else '')"), TALKS,
-         r"line 1: the chat template of .* drops or changes response 0 .*does not write it as it is"),
-        (
-            ("'<|im_end|>\\n' }}{%- endfor", "'\\n' }}{%- endfor"),
-            TALKS,
-            r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
-            r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them",
-        ),
-    ],
-    ids=["drops earlier turns", "drops responses", "writes no end"],
-)  # fmt: skip
-def test_templates_that_change_responses_are_refused(
-    trained_bpe: Tokenizer, tmp_path: Path, change: tuple[str, str], rows: list[Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("change", "rows", "problem"), [
+    (("for m in messages", "for m in messages[-2:]"), TALKS,
+     r"line 2: the chat template of .* drops or changes response 0 .*differently before the turns that follow"),
+    (("m.content", "(m.content if m.role == 'user' else '')"), TALKS,
+     r"line 1: the chat template of .* drops or changes response 0 .*does not write it as it is"),
+    (("'<|im_end|>\\n' }}{%- endfor", "'\\n' }}{%- endfor"), TALKS,
+     r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
+     r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them"),
+], ids=["drops earlier turns", "drops responses", "writes no end"])  # fmt: skip
+def test_templates_that_change_responses_are_refused(trained_bpe, tmp_path, change, rows, problem):
     template = CHAT_TEMPLATE.replace(*change)
     assert template != CHAT_TEMPLATE
     tokenizer = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
@@ -158,7 +141,7 @@ def test_templates_that_change_responses_are_refused(
         tokenized(written(tmp_path / "talks.jsonl", rows), tokenizer)
 
 
-def test_turns_end_at_the_first_stop_token(tmp_path: Path) -> None:
+def test_turns_end_at_the_first_stop_token(tmp_path):
     """Phi's generation_config.json names `<|end|>`; the tokenizer's end token follows the last turn."""
     folder = KINDS["phi"].saved(tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -174,13 +157,11 @@ def test_turns_end_at_the_first_stop_token(tmp_path: Path) -> None:
     assert tokenized(one, folder).directory.name != first.directory.name
 
 
-def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokenizer: Path, tmp_path: Path) -> None:
+def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokenizer, tmp_path):
     messages = chat("a", "first", "b", "second")["messages"]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]}]
-    rows = [
-        {"prompt": messages[:3], "completion": messages[3:]},
-        {"messages": [*parts, *chat("a", "c")["messages"][1:]]},
-    ]
+    in_parts = {"messages": [*parts, *chat("a", "c")["messages"][1:]]}
+    rows = [{"prompt": messages[:3], "completion": messages[3:]}, in_parts]
     trl, joined = tokens_of(tmp_path / "trl.jsonl", rows, chat_tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer)
     assert trl[0] == tokenizer.apply_chat_template(messages, return_dict=False)
@@ -189,42 +170,34 @@ def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokeniz
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.writes])
-def test_completions_continue_the_assistants_words(name: str, tmp_path: Path) -> None:
+def test_completions_continue_the_assistants_words(name, tmp_path):
     """The first words of the turn are part of the prompt, and the rest of the turn is the target."""
     folder = KINDS[name].saved(tmp_path / "tokenizer")
-    prompt = [{"role": "user", "content": "What is 19 + 7?"}, {"role": "assistant", "content": "Let me see:"}]
-    completion = [{"role": "assistant", "content": " 19 + 7 = 26."}]
+    prompt, completion = chat("What is 19 + 7?", "Let me see:")["messages"], chat("", " 19 + 7 = 26.")["messages"][1:]
     rows = [{"prompt": prompt, "completion": completion}, chat("Hello", "Hi.")]
     row = tokens_of(tmp_path / "trl.jsonl", rows, folder)[0]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     begun = tokenizer.apply_chat_template(prompt, continue_final_message=True, return_dict=False)
-    joined = [prompt[0], {"role": "assistant", "content": "Let me see: 19 + 7 = 26."}]
-    assert row[1].index(True) == len(begun)
-    assert row[0][: len(begun)] == begun
+    joined = chat("What is 19 + 7?", "Let me see: 19 + 7 = 26.")["messages"]
+    assert (row[1].index(True), row[0][: len(begun)]) == (len(begun), begun)
     assert row[0] == tokenizer.apply_chat_template(joined, return_dict=False)
     assert target_text(tokenizer, row, skip_special_tokens=True).strip().startswith("19 + 7 = 26.")
 
 
-def called(arguments: object, **more: object) -> dict[str, Any]:
+def called(arguments, **more):
     """Return a conversation with a call of a function, as in OpenAI's API."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    return {
-        "messages": [
-            {"role": "user", "content": "What is 2 + 5?"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "1", "content": "7"},
-            {"role": "assistant", "content": "It is 7."},
-        ],
-        **more,
-    }
+    question, answer = chat("What is 2 + 5?", "It is 7.")["messages"]
+    calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {"messages": [question, calls, {"role": "tool", "tool_call_id": "1", "content": "7"}, answer], **more}
 
 
 @pytest.fixture
-def tool_tokenizer(trained_bpe: Tokenizer, tmp_path: Path) -> Path:
+def tool_tokenizer(trained_bpe, tmp_path):
     return saved(trained_bpe, tmp_path / "with-tools", chat_template=TOOL_TEMPLATE)
 
 
-def test_function_calls_are_targets_as_the_template_writes_them(tool_tokenizer: Path, tmp_path: Path) -> None:
+def test_function_calls_are_targets_as_the_template_writes_them(tool_tokenizer, tmp_path):
     arguments = {"a": 2, "b": [5]}
     shown = called(arguments, tools=[ADD])
     rows = [shown, called(json.dumps(arguments), tools=json.dumps([ADD]), more=1), called(arguments)]
@@ -240,54 +213,39 @@ def test_function_calls_are_targets_as_the_template_writes_them(tool_tokenizer: 
     assert tokenizer.decode(row[0]).startswith("<|im_start|>system\n[")
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        (called({}), r"the chat template of .*drops or changes response 0 .*: it does not write the call of add"),
-        (chat("a", "b") | {"tools": [ADD]},
-         r"the chat template of .*does not show the function add of the row's tools\. Use a template"),
-        ({"prompt": chat("a", "b<|im_end|>")["messages"], "completion": [{"role": "assistant", "content": "c"}]},
-         r".* must not end with <\|im_end\|>"),
-    ],
-    ids=["call", "tools", "ended words"],
-)  # fmt: skip
-def test_rows_that_the_template_cannot_write_are_refused(
-    chat_tokenizer: Path, tmp_path: Path, row: dict[str, Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("row", "problem"), [
+    (called({}), r"the chat template of .*drops or changes response 0 .*: it does not write the call of add"),
+    (chat("a", "b") | {"tools": [ADD]},
+     r"the chat template of .*does not show the function add of the row's tools\. Use a template"),
+    ({"prompt": chat("a", "b<|im_end|>")["messages"], "completion": [{"role": "assistant", "content": "c"}]},
+     r".* must not end with <\|im_end\|>"),
+], ids=["call", "tools", "ended words"])  # fmt: skip
+def test_rows_that_the_template_cannot_write_are_refused(chat_tokenizer, tmp_path, row, problem):
     with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {problem}"):
         tokenized(written(tmp_path / "rows.jsonl", [TALKS[0], row]), chat_tokenizer)
 
 
-FOLLOW = r"an assistant's turn must follow another one's, got the roles"
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"messages": [{"role": "human", "content": "a"}]}, r"message 0: role must be one of system, .*, got 'human'"),
-        (chat("a", "b", "cut \ud83d", "d"),
-         r"message 2: content must be UTF-8 \('utf-8' codec can't encode .*; repair"),
-        (chat("only a question"), rf"{FOLLOW} user; there"),
-        ({"messages": [{"role": "assistant", "content": "a"}, *chat("b", "c")["messages"]]},
-         rf"{FOLLOW} assistant, user, assistant; there"),
-        ({"messages": []}, r"messages must be a list of messages with role and content, got \[\]; repair"),
-        ([1], r"must be a JSON object, got '\[1\]'; repair"),
-        (called("{"), r"message 1: arguments of add must be JSON \(.*\); repair it"),
-        ({"messages": [*chat("a")["messages"], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
-         r"message 1: tool_calls must have a function with a name, got \{\}; repair it"),
-        (called({}, tools="["), r"tools must be JSON \(.*\); repair it"),
-        (called({}, tools={"name": "add"}), r"tools must be a list of function schemas, got .*; repair it"),
-        (called({}, tools=[{"type": "function"}]), r"tools must be a list of function schemas, got .*; repair it"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "x"}]},
-         r"message 0: content must be text, got \[\{'type': 'image_url'\}\]; repair it"),
-        ({"prompt": chat("a")["messages"], "completion": "b"}, r"messages must be a list of messages .*, got 'b'"),
-        ({"text": "a"}, r"must be a conversation, as the first row of the file is, got the columns text; rename"),
-        ({"prompt": "a", "completion": "b"}, r"must be a conversation, .* got the columns prompt, completion"),
-    ],
-)  # fmt: skip
-def test_broken_rows_are_refused_with_file_and_line(
-    tool_tokenizer: Path, tmp_path: Path, row: dict[str, Any], problem: str
-) -> None:
+@pytest.mark.parametrize(("row", "problem"), [
+    ({"messages": [{"role": "human", "content": "a"}]}, r"message 0: role must be one of system, .*, got 'human'"),
+    (chat("a", "b", "cut \ud83d", "d"), r"message 2: content must be UTF-8 \('utf-8' codec can't encode .*; repair"),
+    (chat("only a question"), rf"{FOLLOW} user; there"),
+    ({"messages": [{"role": "assistant", "content": "a"}, *chat("b", "c")["messages"]]},
+     rf"{FOLLOW} assistant, user, assistant; there"),
+    ({"messages": []}, r"messages must be a list of messages with role and content, got \[\]; repair"),
+    ([1], r"must be a JSON object, got '\[1\]'; repair"),
+    (called("{"), r"message 1: arguments of add must be JSON \(.*\); repair it"),
+    ({"messages": [*chat("a")["messages"], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+     r"message 1: tool_calls must have a function with a name, got \{\}; repair it"),
+    (called({}, tools="["), r"tools must be JSON \(.*\); repair it"),
+    (called({}, tools={"name": "add"}), r"tools must be a list of function schemas, got .*; repair it"),
+    (called({}, tools=[{"type": "function"}]), r"tools must be a list of function schemas, got .*; repair it"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "x"}]},
+     r"message 0: content must be text, got \[\{'type': 'image_url'\}\]; repair it"),
+    ({"prompt": chat("a")["messages"], "completion": "b"}, r"messages must be a list of messages .*, got 'b'"),
+    ({"text": "a"}, r"must be a conversation, as the first row of the file is, got the columns text; rename"),
+    ({"prompt": "a", "completion": "b"}, r"must be a conversation, .* got the columns prompt, completion"),
+])  # fmt: skip
+def test_broken_rows_are_refused_with_file_and_line(tool_tokenizer, tmp_path, row, problem):
     file = written(tmp_path / "rows.jsonl", [TALKS[0], row])
     with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {problem}"):
         tokenized(file, tool_tokenizer)

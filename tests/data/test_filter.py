@@ -3,19 +3,15 @@
 import json
 import logging
 import re
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from data.filter import filter_dataset
 from data.schema import provenance
-from data.tasks import StageResult, build_dataset, dataset_fingerprint
+from data.tasks import build_dataset, dataset_fingerprint
 from data.tokenizer import PieceEncoder
 from rlcore.batching.prompts import read_prompts
 from rlcore.config import CountdownData, FilterConfig, ParquetData
@@ -35,13 +31,10 @@ CHAT = CountdownData(train_size=300, validation_size=30, template="chat")
 
 def row(content, index=0, split="train", **more):
     return {
-        "data_source": "mine",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(index)},
-        "extra_info": {"split": split, "index": index},
+        "data_source": "mine", "prompt": [{"role": "user", "content": content}], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(index)}, "extra_info": {"split": split, "index": index},
         **more,
-    }
+    }  # fmt: skip
 
 
 def rows(count, split="train"):
@@ -52,9 +45,8 @@ def written(folder, train, validation=None, **changes):
     """Return settings that read these rows as they are."""
     for name, content in (("train", train), ("validation", validation or rows(5, "validation"))):
         pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet")
-    return ParquetData(
-        train_file=str(folder / "train.parquet"), validation_file=str(folder / "validation.parquet"), **changes
-    )
+        changes[f"{name}_file"] = str(folder / f"{name}.parquet")
+    return ParquetData(**changes)
 
 
 def filtered(settings, tokenizer, root, **changes):
@@ -62,21 +54,14 @@ def filtered(settings, tokenizer, root, **changes):
     return filter_dataset(dataset.directory, tokenizer, FilterConfig(**changes), root=root)
 
 
-def check_prompt_ids(result, tokenizer):
-    """Compare each prompt with the tokenizer's own chat template, and return the rows."""
-    table = pq.read_table(result.directory / "train.parquet").to_pylist()
-    for found in table:
-        assert found["prompt_ids"] == tokenizer.apply_chat_template(
-            found["prompt"], tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-    return table
-
-
 def test_chat_prompts_equal_those_of_the_tokenizer(chat_tokenizer, artifacts_root):
     tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer)
-    table = check_prompt_ids(filtered(CHAT, chat_tokenizer, artifacts_root), tokenizer)
+    made = filtered(CHAT, chat_tokenizer, artifacts_root)
+    table = pq.read_table(made.directory / "train.parquet").to_pylist()
     assert len(table) == 300
     for found in table:
+        options = {"add_generation_prompt": True, "return_dict": False}
+        assert found["prompt_ids"] == tokenizer.apply_chat_template(found["prompt"], **options)
         for name in ("solution", "distractor"):
             text = found["extra_info"][name]
             expected = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] if text else []
@@ -88,16 +73,14 @@ def test_overlong_prompts_are_dropped_cut_or_refused(chat_tokenizer, artifacts_r
     settings = written(tmp_path, rows(70), rows(7, "validation"))
     full = filtered(settings, chat_tokenizer, artifacts_root)
     prompts = {p.prompt_id: p.token_ids for p in read_prompts(full.directory / "train.parquet")}
-    limit = int(np.median([len(ids) for ids in prompts.values()]))
+    limit = sorted(map(len, prompts.values()))[35]
     fitting = {index: ids for index, ids in prompts.items() if len(ids) <= limit}
     assert 0 < len(fitting) < 70
     message = rf"validation.parquet: row \d+: filter.max_prompt_tokens is {limit}, the prompt has \d+ tokens"
     with pytest.raises(DataError, match=message):
         filtered(settings, chat_tokenizer, artifacts_root, max_prompt_tokens=limit, overlong="error")
-    for overlong, reason, expected in (
-        ("drop", "overlong", fitting),
-        ("truncate_left", "truncated", {index: ids[-limit:] for index, ids in prompts.items()}),
-    ):
+    cut = {index: ids[-limit:] for index, ids in prompts.items()}
+    for overlong, reason, expected in (("drop", "overlong", fitting), ("truncate_left", "truncated", cut)):
         result = filtered(settings, chat_tokenizer, artifacts_root, max_prompt_tokens=limit, overlong=overlong)
         assert {p.prompt_id: p.token_ids for p in read_prompts(result.directory / "train.parquet")} == expected
         assert (result.counts["train"], result.counts[f"train/{reason}"]) == (len(expected), 70 - len(fitting))
@@ -127,16 +110,12 @@ def problem(text, numbers, goal="target"):
     return row(text, reward_model={"style": "rule", "ground_truth": {goal: 9, "numbers": numbers}})
 
 
-@pytest.mark.parametrize(
-    ("train", "validation", "message"),
-    [
-        ([*rows(20), *rows(3, "validation")[2:]], rows(5, "validation"),
-         r"train.parquet: row 20: has the same prompt as row 2 of the validation split"),
-        ([problem("a", [1, 2]), problem("b", [5, 3, 4])], [problem("c", [3, 4, 5])],
-         r"train.parquet: row 1: has the same multiset of numbers \[3, 4, 5\] as row 0 of the validation split"),
-    ],
-    ids=["prompt", "multiset"],
-)  # fmt: skip
+@pytest.mark.parametrize(("train", "validation", "message"), [
+    ([*rows(20), *rows(3, "validation")[2:]], rows(5, "validation"),
+     r"train.parquet: row 20: has the same prompt as row 2 of the validation split"),
+    ([problem("a", [1, 2]), problem("b", [5, 3, 4])], [problem("c", [3, 4, 5])],
+     r"train.parquet: row 1: has the same multiset of numbers \[3, 4, 5\] as row 0 of the validation split"),
+], ids=["prompt", "multiset"])  # fmt: skip
 def test_held_out_rows_in_training_are_refused(chat_tokenizer, artifacts_root, tmp_path, train, validation, message):
     with pytest.raises(DataError, match=message):
         filtered(written(tmp_path, train, validation), chat_tokenizer, artifacts_root)
@@ -155,12 +134,9 @@ def test_rows_without_a_prompt_or_with_several_texts_are_refused(chat_tokenizer,
         filtered(settings, chat_tokenizer, artifacts_root)
 
 
-def test_unknown_words_are_refused_in_solutions_and_reported_in_prompts(
-    scratch_tokenizer, artifacts_root, tmp_path, caplog
-):
-    settings = CountdownData(
-        train_size=20, validation_size=5, template="bare", min_numbers=2, max_numbers=2, number_low=150, number_high=190
-    )
+def test_unknown_words_are_refused_in_solutions_and_reported(scratch_tokenizer, artifacts_root, tmp_path, caplog):
+    numbers = {"min_numbers": 2, "max_numbers": 2, "number_low": 150, "number_high": 190}
+    settings = CountdownData(train_size=20, validation_size=5, template="bare", **numbers)
     with pytest.raises(DataError, match="no token for a word of the solution"):
         filtered(settings, scratch_tokenizer, artifacts_root)
     train = [row(text, i) for i, text in enumerate(("0 + 1 =", "1 + 1 =", "two + 1 ="))]
@@ -168,18 +144,15 @@ def test_unknown_words_are_refused_in_solutions_and_reported_in_prompts(
     assert "does not know a word of 1 of 4 prompts, such as 'two + 1 ='" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "problems"),
-    [
-        ({"prompt": "text"},
-         [r"prompt: expected list of \{role: string, content: string\}, got string", "prompt", "prompt"]),
-        ({"extra_info": {"solution": 3}}, ["extra_info.solution: expected string, got int64"]),
-        ({"reward_model": {"style": "rule", "ground_truth": None}},
-         ["reward_model.ground_truth: expected string, number, list or struct, got null"]),
-        ({"data_source": None, "reward_model": None, "extra_info": None, "ability": 1},
-         ["data_source: .* got nothing", "reward_model: .* got nothing", "ability: expected string, got int64"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "problems"), [
+    ({"prompt": "text"},
+     [r"prompt: expected list of \{role: string, content: string\}, got string", "prompt", "prompt"]),
+    ({"extra_info": {"solution": 3}}, ["extra_info.solution: expected string, got int64"]),
+    ({"reward_model": {"style": "rule", "ground_truth": None}},
+     ["reward_model.ground_truth: expected string, number, list or struct, got null"]),
+    ({"data_source": None, "reward_model": None, "extra_info": None, "ability": 1},
+     ["data_source: .* got nothing", "reward_model: .* got nothing", "ability: expected string, got int64"]),
+])  # fmt: skip
 def test_all_mistyped_columns_are_named(artifacts_root, tmp_path, changes, problems):
     changed = [{name: value for name, value in {**one, **changes}.items() if value is not None} for one in rows(3)]
     settings = written(tmp_path, changed)
@@ -245,50 +218,45 @@ def test_progress_and_provenance_have_the_counts(chat_tokenizer, artifacts_root,
     settings = written(tmp_path, rows(70), rows(7, "validation"))
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
     monkeypatch.setattr("data.schema.ROWS_PER_GROUP", 32)
-    calls = []
-    config = FilterConfig(max_prompt_tokens=4_096)
-    result = filter_dataset(
-        dataset.directory, chat_tokenizer, config, root=tmp_path, on_progress=lambda *call: calls.append(call)
-    )
+    calls, config = [], FilterConfig(max_prompt_tokens=4_096)
+    made = (dataset.directory, chat_tokenizer, config)
+    result = filter_dataset(*made, root=tmp_path, on_progress=lambda *call: calls.append(call))
     assert calls == [("validation", 7, 7), ("train", 32, 70), ("train", 64, 70), ("train", 70, 70)]
     document = provenance(result.directory / "train.parquet")
     assert (document["split"], document["counts"]) == ("train", {"train": 70})
     assert document["fingerprint"] == result.directory.name
-    again = filter_dataset(dataset.directory, chat_tokenizer, config, root=tmp_path)
+    again = filter_dataset(*made, root=tmp_path)
     assert (result.cached, again.cached, again.counts) == (False, True, result.counts)
 
 
 def test_empty_results_and_unfinished_datasets_are_refused(chat_tokenizer, artifacts_root, tmp_path):
     settings = written(tmp_path, rows(3), rows(2, "validation"))
-    problem = r"validation\.parquet: no row is left after the filter \(2 overlong\)\. Raise .* \(now 1\), or check"
-    with pytest.raises(DataError, match=problem):
+    match = r"validation\.parquet: no row is left after the filter \(2 overlong\)\. Raise .* \(now 1\), or check"
+    with pytest.raises(DataError, match=match):
         filtered(settings, chat_tokenizer, artifacts_root, max_prompt_tokens=1)
     assert list((artifacts_root / "filtered").iterdir()) == []
-    message = rf"^{tmp_path}: is no finished dataset \(no manifest\.json\); make it with `mill"
-    with pytest.raises(DataError, match=message):
+    match = rf"^{tmp_path}: is no finished dataset \(no manifest\.json\); make it with `mill"
+    with pytest.raises(DataError, match=match):
         filter_dataset(tmp_path, chat_tokenizer, FilterConfig(), root=artifacts_root)
 
 
-PREFILL = "Let me solve this step by step.\n<think>"
-
-
-def talk(index: int, *messages: tuple[str, str], truth: object = "7", solution: str = "") -> dict[str, Any]:
+def talk(index, *messages, truth="7", solution=""):
     prompt = [{"role": role, "content": content} for role, content in messages]
     more = {"index": index, "solution": solution}
     return row("", prompt=prompt, reward_model={"style": "rule", "ground_truth": truth}, extra_info=more)
 
 
-def filtered_talks(folder: Path, tokenizer: Path, talks: list[dict[str, Any]]) -> StageResult:
+def filtered_talks(folder, tokenizer, talks):
     return filtered(written(folder, talks, [talk(0, ("user", "Held out?"))]), tokenizer, folder)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> None:
+def test_words_are_continued_as_by_transformers(name, tmp_path):
     """One of the four prompts starts a turn. The solution follows the assistant's words."""
     folder = KINDS[name].saved(tmp_path / "tokenizer")
     solution = " 3 + 4 = 7, so 7"
     rows = [
-        talk(0, ("user", "What is 3 + 4?"), ("assistant", PREFILL), truth="x", solution=solution),
+        talk(0, ("user", "What is 3 + 4?"), ("assistant", "Let me see.\n<think>"), truth="x", solution=solution),
         talk(1, ("user", "What is 4 + 4?"), ("assistant", "So: "), truth="x", solution=solution),
         talk(2, ("user", "What is 5 + 4?"), truth="x"),
         talk(3, ("user", "What?"), ("assistant", "9"), ("user", "Sure?"), ("assistant", "No,"), truth="x"),
@@ -297,9 +265,8 @@ def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> No
     tokenizer, stops, num_solutions = load_tokenizer(folder), end_of_text_ids(folder), 0
     for found in pq.read_table(made.directory / "train.parquet").to_pylist():
         messages, is_continued = found["prompt"], found["prompt"][-1]["role"] == "assistant"
-        assert found["prompt_ids"] == tokenizer.apply_chat_template(
-            messages, add_generation_prompt=not is_continued, continue_final_message=is_continued, return_dict=False
-        )
+        end = {"add_generation_prompt": not is_continued, "continue_final_message": is_continued}
+        assert found["prompt_ids"] == tokenizer.apply_chat_template(messages, return_dict=False, **end)
         if found["solution_ids"]:
             num_solutions += 1
             messages[-1]["content"] += solution
@@ -309,25 +276,19 @@ def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> No
     assert num_solutions > 0
 
 
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ([("user", "a"), ("assistant", r"So \boxed{7}.")], "must not end with the row's ground truth '7', got"),
-        ([("user", "a"), ("assistant", "It is <b>seven</b>.")], "the row's solution '<b>seven</b>', got 'It is"),
-        ([("user", "a"), ("assistant", "So<|im_end|>\n")], "and must not end with <|im_end|>, which ends a turn"),
-        ([("system", "a")], "the prompt must have a message of the user, got the roles system. Add one, or remove"),
-    ],
-)
-def test_prompts_with_the_answer_or_without_a_question_are_refused(
-    chat_tokenizer: Path, tmp_path: Path, messages: list[tuple[str, str]], problem: str
-) -> None:
+@pytest.mark.parametrize(("messages", "problem"), [
+    ([("user", "a"), ("assistant", r"So \boxed{7}.")], "must not end with the row's ground truth '7', got"),
+    ([("user", "a"), ("assistant", "It is <b>seven</b>.")], "the row's solution '<b>seven</b>', got 'It is"),
+    ([("user", "a"), ("assistant", "So<|im_end|>\n")], "and must not end with <|im_end|>, which ends a turn"),
+    ([("system", "a")], "the prompt must have a message of the user, got the roles system. Add one, or remove"),
+])  # fmt: skip
+def test_prompts_with_the_answer_or_without_a_question_are_refused(chat_tokenizer, tmp_path, messages, problem):
     good = talk(0, ("user", "x"), ("assistant", "17 or x7 or 77"), solution="<b>seven</b>")
-    match = rf"train\.parquet: row 1: .*{re.escape(problem)}"
-    with pytest.raises(DataError, match=match):
+    with pytest.raises(DataError, match=rf"train\.parquet: row 1: .*{re.escape(problem)}"):
         filtered_talks(tmp_path, chat_tokenizer, [good, talk(1, *messages, solution="<b>seven</b>")])
 
 
-def test_templates_that_drop_the_words_are_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
+def test_templates_that_drop_the_words_are_refused(trained_bpe, tmp_path):
     template = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else '')")
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
     rows = [talk(0, ("user", "x")), talk(1, ("user", "y"), ("assistant", "So"))]
@@ -335,16 +296,14 @@ def test_templates_that_drop_the_words_are_refused(trained_bpe: Tokenizer, tmp_p
         filtered_talks(tmp_path, folder, rows)
 
 
-def test_solutions_that_the_template_drops_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_solutions_that_the_template_drops_are_left_out(tmp_path, caplog):
     folder = KINDS["r1"].saved(tmp_path / "tokenizer")
-    rows = [
-        talk(index, ("user", f"What is {index} + 7?"), solution=f"<think> {index} </think> 9") for index in range(3)
-    ]
+    rows = [talk(n, ("user", f"What is {n} + 7?"), solution=f"<think> {n} </think> 9") for n in range(3)]
     made = filtered_talks(tmp_path, folder, rows)
     assert pq.read_table(made.directory / "train.parquet")["solution_ids"].to_pylist() == [[], [], []]
     assert "a warm start cannot show 3 solutions, such as '<think> 0 </think> 9'" in caplog.text
     assert "does not write it behind '" in caplog.text
     config = load_config(["experiment=debug", "warm_start.enabled=true"])
-    problem = r"there is none\. Of 3 solutions the chat template does not write it behind '.*\. Set warm_start\.enabled"
-    with pytest.raises(DataError, match=problem):
+    match = r"there is none\. Of 3 solutions the chat template does not write it behind '.*\. Set warm_start\.enabled"
+    with pytest.raises(DataError, match=match):
         Demonstrations.read(config, RunInputs(made.directory, folder))

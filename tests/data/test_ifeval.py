@@ -69,11 +69,6 @@ def follows(name: str, settings: Mapping[str, Any], response: str) -> bool:
     return score(response, ground_truth).solved
 
 
-def test_every_instruction_has_cases() -> None:
-    assert {name for name, *_ in CASES} == set(RULES)
-    assert len(RULES) == 25
-
-
 @pytest.mark.parametrize(("name", "settings", "right", "wrong"), CASES, ids=[name for name, *_ in CASES])
 def test_instruction(name: str, settings: Mapping[str, Any], right: list[str], wrong: list[str]) -> None:
     if name.startswith("language") or "english" in name:
@@ -83,22 +78,20 @@ def test_instruction(name: str, settings: Mapping[str, Any], right: list[str], w
 
 
 def test_share_counts_instructions_and_correct_needs_all() -> None:
-    names = ["punctuation:no_comma", "startend:quotation", "detectable_format:title"]
-    found = score('"one, two"', {"instruction_id_list": json.dumps(names), "kwargs": json.dumps([{}, {}, {}])})
+    names = json.dumps(["punctuation:no_comma", "startend:quotation", "detectable_format:title"])
+    found = score('"one, two"', {"instruction_id_list": names, "kwargs": "[{}, {}, {}]"})
     assert found.total == pytest.approx(1 / 3)
     assert found.parts == {"correct": 0.0, "num_followed": 1.0, "num_instructions": 3.0}
-    assert score('"<<one>>"', {"instruction_id_list": json.dumps(names), "kwargs": "[{}, {}, {}]"}).solved
+    assert score('"<<one>>"', {"instruction_id_list": names, "kwargs": "[{}, {}, {}]"}).solved
+    assert {name for name, *_ in CASES} == set(RULES), "every instruction has a case above"
+    assert len(RULES) == 25
 
 
 def slow_placeholders(text: str) -> int:
     count, opened = 0, False
     for letter in text:
-        if letter == "[" and not opened:
-            opened = True
-        elif letter == "\n":
-            opened = False
-        elif letter == "]" and opened:
-            count, opened = count + 1, False
+        count += letter == "]" and opened
+        opened = letter == "[" or (opened and letter not in "\n]")
     return count
 
 
@@ -109,10 +102,8 @@ def slow_bullets(text: str) -> int:
 
 def slow_paragraphs(text: str) -> int:
     parts = [part.strip() for part in text.split("***")]
-    if parts and not parts[0]:
-        parts = parts[1:]
-    if parts and not parts[-1]:
-        parts = parts[:-1]
+    parts = parts if parts[0] else parts[1:]
+    parts = parts[:-1] if parts and not parts[-1] else parts
     return len(parts) if all(parts) else 0
 
 
@@ -121,18 +112,13 @@ def slow_title(text: str) -> bool:
 
 
 def test_counts_equal_those_of_slow_twins() -> None:
-    draw = random.Random(7)
-    for _ in range(3_000):
-        text = "".join(
-            draw.choices(["a", "b ", "[", "]", "*", "***", "-", "\n", "<<", ">>", " "], k=draw.randint(1, 12))
-        )
+    draw, words = random.Random(7), ["a", "b ", "[", "]", "*", "***", "-", "\n", "<<", ">>", " "]
+    for text in ("".join(draw.choices(words, k=draw.randint(1, 12))) for _ in range(1_500)):
         if not text.strip():
             continue
         for number in range(5):
-            settings: dict[str, Any] = {"num_placeholders": number}
-            assert follows("detectable_content:number_placeholders", settings, text) == (
-                slow_placeholders(text) >= number
-            )
+            named = follows("detectable_content:number_placeholders", {"num_placeholders": number}, text)
+            assert named == (slow_placeholders(text) >= number), text
             if "*\n" not in text:
                 bullets = follows("detectable_format:number_bullet_lists", {"num_bullets": number}, text)
                 assert bullets == (slow_bullets(text) == number), text
@@ -141,15 +127,11 @@ def test_counts_equal_those_of_slow_twins() -> None:
         assert follows("detectable_format:title", {}, text) == slow_title(text), text
 
 
-@pytest.mark.parametrize(
-    ("names", "settings"),
-    [
-        (["keywords:key_sentences"], [{}]),
-        (["punctuation:no_comma"], [{"num_words": 3}]),
-        (["length_constraints:number_words"], [{"num_words": 3, "relation": "more than"}]),
-        (["length_constraints:number_words"], [{"num_words": 3}]),
-    ],
-)
+@pytest.mark.parametrize(("names", "settings"), [
+    (["keywords:key_sentences"], [{}]), (["punctuation:no_comma"], [{"num_words": 3}]),
+    (["length_constraints:number_words"], [{"num_words": 3, "relation": "more than"}]),
+    (["length_constraints:number_words"], [{"num_words": 3}]),
+])  # fmt: skip
 def test_wrong_instructions_are_refused(names: list[str], settings: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError, match=r"instruction_id_list: must name instructions of IFEval.* repair or remove"):
         score("0", {"instruction_id_list": json.dumps(names), "kwargs": json.dumps(settings)})

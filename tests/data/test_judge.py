@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -17,11 +18,11 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE
 from tests.data.judges import GOOD, HOSTILE, Judge, Reply, judge_server, message
 
-SECRET = "sk-do-not-tell-1234"
-JUDGE = "data.judge:score"
-FIRST_PAUSE_S = judge._FIRST_PAUSE_S
-VERDICTS = judge._verdict
+SECRET, JUDGE = "sk-do-not-tell-1234", "data.judge:score"
+FIRST_PAUSE_S, VERDICTS = judge._FIRST_PAUSE_S, judge._verdict
 Settings = Callable[..., JudgeConfig]
+VERDICT = message('{"score": 3}')
+RANGE = "the judge's score must be from 0 to 4 (reward.judge.highest), got"
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +55,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
 
 @pytest.fixture
 def settings(server: Judge) -> Settings:
-    def make(**changes: object) -> JudgeConfig:
-        values = {"url": f"{server.url}/", "model": "m", "highest": 4, "deadline_s": 30}
-        return JudgeConfig.model_validate(values | changes)
-
-    return make
+    values = {"url": f"{server.url}/", "model": "m", "highest": 4, "deadline_s": 30}
+    return lambda **changes: JudgeConfig.model_validate(values | changes)
 
 
-def test_broken_judges_give_no_score_and_are_counted(
-    cases: Judge, reward: Callable[..., RewardConfig], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_judges_give_no_score_and_are_counted(cases, reward, caplog):
     names = [*GOOD, *HOSTILE]
     with caplog.at_level(logging.DEBUG), ScoringPool(JUDGE, reward()) as pool:
         scores = pool.score([f"a response, case={name}" for name in names], ['{"answer": "3"}'] * len(names))
@@ -71,9 +67,7 @@ def test_broken_judges_give_no_score_and_are_counted(
     found = dict(zip(names, scores, strict=True))
     for name in GOOD:
         assert (found[name].total, dict(found[name].parts), found[name].failure) == (0.75, {"judge": 0.75}, None)
-    for name in HOSTILE:
-        assert found[name].failure, name
-        assert SECRET not in found[name].failure
+    assert [name for name in HOSTILE if not found[name].failure or SECRET in found[name].failure] == []
     assert num_unscored == len(HOSTILE)
     assert SECRET not in caplog.text
     assert "elsewhere" not in cases.seen, "the key followed a redirection"
@@ -82,12 +76,8 @@ def test_broken_judges_give_no_score_and_are_counted(
     assert "status 401" in str(found["wrong_key"].failure)
 
 
-@pytest.mark.parametrize(
-    ("levels", "highest", "second"), [(2, 1, 1.0), (5, 4, 0.25), (11, 0.6666667, 0.1), (3, 7, 0.5)]
-)
-def test_structured_output_allows_levels_up_to_the_highest(
-    reward: Callable[..., RewardConfig], monkeypatch: pytest.MonkeyPatch, levels: int, highest: float, second: float
-) -> None:
+@pytest.mark.parametrize(("levels", "highest", "second"), [(2, 1, 1), (5, 4, 0.25), (11, 0.6666667, 0.1), (3, 7, 0.5)])
+def test_structured_output_allows_levels_up_to_the_highest(reward, monkeypatch, levels, highest, second):
     made = reward(tries=1, levels=levels, highest=highest)
     monkeypatch.setenv(JUDGE_VARIABLE, made.judge.model_dump_json())
     assert score("case=form", {}).total == pytest.approx(second, rel=1e-5)
@@ -110,14 +100,11 @@ def test_unreachable_endpoints_are_named(settings: Settings) -> None:
     with socket.socket() as taken:  # bound and not listening
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        problem = f"no verdict of {address} (reward.judge.url) in 1 tries"
-        with pytest.raises(JudgeError, match=re.escape(problem)):
+        with pytest.raises(JudgeError, match=rf"no verdict of {address} \(reward\.judge\.url\) in 1 tries"):
             judge_response(settings(url=address, tries=1), "1", "{}")
 
 
-def test_requests_have_prompt_key_and_response_format(
-    server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_have_prompt_key_and_response_format(server, settings, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # the key is for the endpoint alone
     prompt = "{response}|{ground_truth}|{other}"
     made = settings(prompt=prompt, key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2)
@@ -125,8 +112,8 @@ def test_requests_have_prompt_key_and_response_format(
     assert judge_response(made, "says {ground_truth}", '{"a": 1}') == 0.75
     ((path, headers, request),) = server.requests
     assert path == "/v1/chat/completions"
-    names = ("Content-Type", "Accept-Encoding", "Authorization")
-    assert [headers[name] for name in names] == ["application/json", "identity", "Bearer sk-1"]
+    expected = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Authorization": "Bearer sk-1"}
+    assert headers.items() >= expected.items()
     score = {"type": "number", "enum": [0, 0.5, 1, 1.5, 2]}
     schema = {"type": "object", "properties": {"score": score}, "required": ["score"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
@@ -140,21 +127,15 @@ def test_requests_have_prompt_key_and_response_format(
     assert "Authorization" not in server.requests[1][1]
 
 
-VERDICT = message('{"score": 3}')
-
-
-@pytest.mark.parametrize(
-    ("reply", "problem"),
-    [
-        *(((status, b"{}", {}), f"the endpoint answered with status {status}") for status in (400, 499)),
-        ((201, VERDICT, {}), "the endpoint answered with status 201"),
-        ((200, VERDICT, {"Content-Type": "text/html"}), "must be application/json, uncompressed"),
-        ((200, VERDICT, {"Content-Encoding": "gzip"}), "must be application/json, uncompressed"),
-        *(((200, body, {}), "holds no choices[0].message.content")
-          for body in (b"{}", message(None), b'{"choices": 3}', b'{"choices": []}')),
-        ((200, message("3"), {}), "the judge's text must end with its one score; it has 0 in 1 characters"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("reply", "problem"), [
+    *(((status, b"{}", {}), f"the endpoint answered with status {status}") for status in (400, 499)),
+    ((201, VERDICT, {}), "the endpoint answered with status 201"),
+    ((200, VERDICT, {"Content-Type": "text/html"}), "must be application/json, uncompressed"),
+    ((200, VERDICT, {"Content-Encoding": "gzip"}), "must be application/json, uncompressed"),
+    *(((200, body, {}), "holds no choices[0].message.content")
+      for body in (b"{}", message(None), b'{"choices": 3}', b'{"choices": []}')),
+    ((200, message("3"), {}), "the judge's text must end with its one score; it has 0 in 1 characters"),
+])  # fmt: skip
 def test_invalid_replies_are_not_retried(server: Judge, settings: Settings, reply: Reply, problem: str) -> None:
     server.replies = [reply]
     with pytest.raises(JudgeError, match=re.escape(problem)):
@@ -163,14 +144,8 @@ def test_invalid_replies_are_not_retried(server: Judge, settings: Settings, repl
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-def test_busy_endpoints_are_retried(
-    server: Judge, settings: Settings, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-
+def test_busy_endpoints_are_retried(server, settings, status, monkeypatch):
+    sleep = AsyncMock()
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", FIRST_PAUSE_S)
     busy: Reply = (status, b"{}", {})
@@ -180,19 +155,19 @@ def test_busy_endpoints_are_retried(
     problem = f"in 4 tries (reward.judge.tries); the last one: the endpoint answered with status {status}"
     with pytest.raises(JudgeError, match=re.escape(problem)):
         judge_response(settings(tries=4), "x", "{}")
-    assert pauses == [0.5, 1.0, 0.5, 1.0, 2.0]
+    assert [pause.args[0] for pause in sleep.await_args_list] == [0.5, 1.0, 0.5, 1.0, 2.0]
 
 
-def test_deadline_ends_the_tries(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_and_length_of_replies_are_bounded(
+    server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 60.0)
     server.replies = [(503, b"", {})]
     problem = r"within 1 s \(reward\.judge\.deadline_s\); before that the endpoint answered with status 503"
     with pytest.raises(JudgeError, match=problem):
         judge_response(settings(tries=4, deadline_s=1), "x", "{}")
-
-
-def test_reply_length_is_bounded(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "_MOST_BYTES", len(VERDICT))
+    server.replies = [(200, VERDICT, {})]
     assert judge_response(settings(), "x", "{}") == 0.75
     server.replies = [(200, VERDICT + b" ", {})]
     with pytest.raises(JudgeError, match=rf"^the endpoint's answer is longer than {len(VERDICT)} bytes$"):
@@ -210,9 +185,7 @@ def test_equal_requests_are_sent_once(server: Judge, settings: Settings, monkeyp
 
 
 @pytest.mark.parametrize("key", [None, "  ", "two\nlines", "ä"])
-def test_unusable_keys_are_named_by_their_variable(
-    server: Judge, settings: Settings, key: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_keys_are_named_by_their_variable(server, settings, key, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY")
     if key is not None:
         monkeypatch.setitem(os.environ, "JUDGE_KEY", key)
@@ -221,20 +194,14 @@ def test_unusable_keys_are_named_by_their_variable(
     assert server.requests == []
 
 
-RANGE = "the judge's score must be from 0 to 4 (reward.judge.highest), got"
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        *((text, "the judge's text must end with its one score; it has 0 in") for text in (
-            "", "1", '{"score": true}', '{"score": "1"}', '{"score": 1e400}', '{"score": 1.0, "x": 2}',
-        )),
-        ('{"score": 1} or so', "the judge's text must end with its one score; it has 1 in 18 characters"),
-        ("<score>1</score> <score>2</score>", "the judge's text must end with its one score; it has 2 in 33"),
-        ("<score>4.01</score>", f"{RANGE} 4.01"), ('{"score": -0.1}', f"{RANGE} -0.1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "problem"), [
+    *((text, "the judge's text must end with its one score; it has 0 in") for text in (
+        "", "1", '{"score": true}', '{"score": "1"}', '{"score": 1e400}', '{"score": 1.0, "x": 2}',
+    )),
+    ('{"score": 1} or so', "the judge's text must end with its one score; it has 1 in 18 characters"),
+    ("<score>1</score> <score>2</score>", "the judge's text must end with its one score; it has 2 in 33"),
+    ("<score>4.01</score>", f"{RANGE} 4.01"), ('{"score": -0.1}', f"{RANGE} -0.1"),
+])  # fmt: skip
 def test_verdicts_need_one_final_number_in_range(text: str, problem: str) -> None:
     for valid, verdict in (("<score> 4 </score>\n", 1.0), ('```json\n{ "score" : 1 }\n```', 0.25)):
         assert read_verdict(valid, 4) == verdict

@@ -28,7 +28,7 @@ def test_published_references_are_read_as_listed():
         kinds = {"number": reading.number, "words": reading.words and " ".join(reading.words).strip()}
         kinds["base"] = reading.based and " ".join(reading.based)
         found = [f"{kind} {value}" for kind, value in kinds.items() if value is not None]
-        refused = read_reference(reference).problem is not None
+        refused = reading.problem is not None
         assert (["refused"] if refused else found or ["expression"]) == [expected], reference
         assert paid(reference, reference) is not refused, reference
 
@@ -43,17 +43,14 @@ def test_documented_forms_are_read_as_documented():
         assert paid(form, form) is not is_refused, form
 
 
-# fmt: off
-RIGHT_AND_WRONG = [
-    # reference, right answers, wrong answers
+@pytest.mark.parametrize(("reference", "right", "wrong"), [
     (r"\$36", ["36", r"\$36", "$36", r"36\text{ dollars}", "36.00"], ["-36", "3.6", r"\$35"]),
     (r"\$32,\!348", ["32348", "32,348", r"\$32{,}348"], ["32", "348"]),
     (r"0.\overline{3}", [r"\frac13", "1/3", "0.(3)", "0.333333"], ["0", "0.3", "0.33", "3"]),
     (r"1.2\overline{34}", [r"\frac{611}{495}"], ["1.2", "1.234"]),
     (r"12\frac12", ["12.5", "25/2", r"12 \tfrac{1}{2}", "12 1/2"], ["12", "6", "13/2", r"12\frac13"]),
     (r"12\frac12\%", ["12.5", r"12.5\%", "0.125", "12.5 percent"], ["12", r"12\%", "1.25"]),
-    (r"\frac12\%", ["0.005", "0.5%"], ["0.5", "50"]),
-    ("100%", ["100"], ["1", "10"]),
+    (r"\frac12\%", ["0.005", "0.5%"], ["0.5", "50"]), ("100%", ["100"], ["1", "10"]),
     ("0.5", [r"50\%", r"\frac12", ".5"], [r"0.5\%", "5", r"5\%"]),
     (r"2.5 \times 10^3", ["2500", "2.5e3", r"2.5\cdot 10^{3}", "2,500"], ["2.5", r"2.5\times 10^4", "7.5"]),
     ("2500", [r"2.5 \times 10^3"], [r"25 \times 10^2", r"250 \times 10", r"2.5 \times 1000", "50^2", "2.5"]),
@@ -75,8 +72,7 @@ RIGHT_AND_WRONG = [
     (r"4\pi\text{ cm}^2", [r"4\pi", r"4\pi\text{ cm}^2", r"4 \pi cm^2"], ["4", r"2\pi"]),
     ("2^{10}", ["1024", "2^{10}", "4^5"], ["20", "210"]),
     # spaces between digits
-    ("2 1/2", ["2.5", r"2\frac12"], ["21/2", r"\frac{21}{2}"]),
-    ("(12,3)", ["(12, 3)"], ["(1 2,3)"]),
+    ("2 1/2", ["2.5", r"2\frac12"], ["21/2", r"\frac{21}{2}"]), ("(12,3)", ["(12, 3)"], ["(1 2,3)"]),
     # words that introduce a number
     (r"\text{Area: }24", ["24", r"24\text{ cm}^2"], ["42"]),
     (r"18\frac{\text{m}}{\text{s}}", ["18", r"18\text{ m/s}"], ["1"]),
@@ -98,8 +94,13 @@ RIGHT_AND_WRONG = [
     (r"0.\dot{1}\dot{8}", [r"\frac{2}{11}"], ["0.18", "0"]),
     ("18", [r"\Large 18", r"\phantom{0}18", r"18\hspace{2pt}\text{cm}", r"\underline{18}", r"\textcolor{red}{18}",
             r"{\color{red}18}"], [r"1\phantom{0}8", "1 8", r"\underline{1}8"]),
-]
-WORDS = [
+])  # fmt: skip
+def test_equal_forms_are_paid_and_near_misses_are_not(reference, right, wrong):
+    assert [answer for answer in [reference, *right] if not paid(answer, reference)] == []
+    assert [answer for answer in wrong if paid(answer, reference)] == []
+
+
+@pytest.mark.parametrize("form", [
     "twice {}", r"\text{double }{}", "log {}", r"\cos {}", "cos {}", "sqrt {}", r"\text{square root of }{}",
     r"\text{sum of }{}", r"\text{reciprocal of }{}", r"\text{no }{}", r"\text{isn't }{}", r"\text{either }{}",
     r"\text{maybe }{}", r"\text{about }{}", r"\text{one over }{}", r"\text{anything but }{}", r"\text{unknown, }{}",
@@ -108,21 +109,16 @@ WORDS = [
     r"{}\text{ million}", r"{}\text{ dozens}", r"{}\text{ tens}", r"{}\text{ less}", r"{}\text{ more}",
     r"{}\text{ eighths}", r"{}\text{ doubled}", r"{}\text{ zero}", r"{}\text{ northwards}", "{}/x", "{}/y", "{}/n",
     r"{}/\text{n}", "{}/xy", "{} x", r"{}\text{ x}",
-]
-# fmt: on
-
-
-@pytest.mark.parametrize("form", WORDS)
+])  # fmt: skip
 def test_numbers_with_unknown_words_are_different(form):
     assert not paid(form.replace("{}", "18"), "18")
     assert not paid("18", form.replace("{}", "18"))
 
 
-@pytest.mark.parametrize(
-    "form",
-    [r"\text{about }24", "at least 24", r"24\text{ (approximately)}", "24 or more", r"\text{Route }66",
-     r"24\text{ red apples}"],
-)  # fmt: skip
+@pytest.mark.parametrize("form", [
+    r"\text{about }24", "at least 24", r"24\text{ (approximately)}", "24 or more", r"\text{Route }66",
+    r"24\text{ red apples}",
+])  # fmt: skip
 def test_references_with_unknown_words_are_refused(form):
     assert "unknown word" in (found := read_reference(form).problem) or "is no known unit or word" in found
 
@@ -135,18 +131,10 @@ def test_missing_values_are_neither_references_nor_answers(form):
     assert paid(r"\infty", r"\infty")
 
 
-@pytest.mark.parametrize(("reference", "right", "wrong"), RIGHT_AND_WRONG)
-def test_equal_forms_are_paid_and_near_misses_are_not(reference, right, wrong):
-    assert [answer for answer in [reference, *right] if not paid(answer, reference)] == []
-    assert [answer for answer in wrong if paid(answer, reference)] == []
-
-
-# fmt: off
-QUESTIONS = [
+@pytest.mark.parametrize("answer", [
     "36 \\div 2", "36\\div 2\\div 1", "(36)/(2)", "36/2", "\\frac{36}{2}", "\\dfrac{18}{1}", "18/1", "18:1", "9+9",
     "20-2", "--18", "-(-18)", "18 + 0", "18 \\cdot 1", "2 \\times 9", "2\u00d79", "36 \u00f7 2", "(3)(6)", "2(9)",
-    "{2}{9}",
-    "1.8 \\times 10", "18 \\times 10^0", "0.18 \\times 10^2", "180 \\times 10^{-1}", "18e0", "\\binom{18}{1}",
+    "{2}{9}", "1.8 \\times 10", "18 \\times 10^0", "0.18 \\times 10^2", "180 \\times 10^{-1}", "18e0", "\\binom{18}{1}",
     "\\dbinom{18}{17}", "\\tbinom{18}{1}", "{18 \\choose 1}", "18e^0", "18^1", "\\sqrt{324}", "\\sqrt[3]{5832}",
     "\\log_2 2^{18}", "\\ln e^{18}", "18 x^0", "\\frac{18!}{17!}", "18!/17!", "\\sum_{i=1}^{18} 1",
     "\\prod_{i=18}^{18} i", "\\max(18, 3)", "\\min\\{18, 30\\}", "\\gcd(36, 54)", "|{-18}|",
@@ -154,58 +142,36 @@ QUESTIONS = [
     "50\\% of 36", "50\\% \\times 36", "\\{36 \\div 2\\}", "{36 \\div 2}", "\\text{36/2}", "\\mathbf{9 + 9}",
     "\\left(36 \\div 2\\right)", "\\boxed{36 \\div 2}", "\\boxed{36} \\div 2", "36 \\div \\boxed{2}", "17\\frac{2}{2}",
     "17\\frac33", "16\\frac{4}{2}", "\\int_0^{18} 1 dx", "\\lim_{x \\to 18} x", "18\\sin 90^\\circ", "-18i^2",
-]
-# fmt: on
-
-
-@pytest.mark.parametrize("answer", QUESTIONS)
+])  # fmt: skip
 def test_repeated_questions_are_not_paid(answer):
     assert not paid(answer, "18")
     assert not paid(answer, "18.0")
 
 
-@pytest.mark.parametrize(
-    ("response", "total"),
-    [
-        *((text, 1.0) for text in (
-            "\\boxed{42}" + " and so on" * 1_000, "\\boxed{42}" + "\n" * 100_000, "\\boxed{7} then \\boxed{42}",
-            "\\boxed{42}, \\boxed{42}", "\\fbox{42}", "\\boxed {42}", "$\\boxed 42$ is it", "\\boxed42",
-            "\\boxed{\\boxed{42}}", "\\boxed{x \\boxed{42}",
-        )),
-        *((text, 0.0) for text in (
-            "\\boxed{42} then \\boxed{7}", "\\boxed{42} or \\boxed{7}", "$\\boxed{7}$, $\\boxed{42}$",
-            "\\boxed{4\\boxed{2}}", "\\boxed{42} \\boxed{7", "\\boxed{}", "\\boxedness 42",
-        )),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("response", "total"), [
+    *((text, 1.0) for text in (
+        "\\boxed{42}" + " and so on" * 1_000, "\\boxed{42}" + "\n" * 100_000, "\\boxed{7} then \\boxed{42}",
+        "\\boxed{42}, \\boxed{42}", "\\fbox{42}", "\\boxed {42}", "$\\boxed 42$ is it", "\\boxed42",
+        "\\boxed{\\boxed{42}}", "\\boxed{x \\boxed{42}",
+    )),
+    *((text, 0.0) for text in (
+        "\\boxed{42} then \\boxed{7}", "\\boxed{42} or \\boxed{7}", "$\\boxed{7}$, $\\boxed{42}$",
+        "\\boxed{4\\boxed{2}}", "\\boxed{42} \\boxed{7", "\\boxed{}", "\\boxedness 42",
+    )),
+])  # fmt: skip
 def test_last_box_counts(response, total):
     assert score(response, {"answer": "42"}).total == total
     assert score(response, {"answer": "42"}).parts["format"] == float("\\boxedness" not in response)
 
 
-HOSTILE = [
-    "\\boxed{" * 20_000,
-    "{" * 20_000 + "\\boxed{7}",
-    "\\boxed 1 " * 10_000 + "{",
-    "\\fbox" * 20_000,
-    "\\boxed{" + "{" * 40_000 + "}" * 40_000 + "}",
-    "\\boxed{18 " + "aa " * 600 + "!}",
-    "\\boxed{18 " + "cm/" * 600 + "!}",
-    "\\boxed{" + "aa" * 900 + "!18}",
-    "\\boxed{" + "aa " * 600 + "!18}",
-    "\\boxed{" + "f(x)" * 400 + "+=7}",
-    "\\boxed{" + "(" * 900 + "7" + ")" * 900 + "}",
-    "\\boxed{" + "\\text{a " * 250 + "18}",
-    "\\boxed{" + "1 234 " * 300 + "}",
-    "\\boxed{" + "9" * 1_900 + "}",
-    "\\boxed{1e999999999}",
-    "\\boxed{1.5e999}",
-    "\\boxed{0.(" + "9" * 1_900 + "1)}",
-    "\\boxed{7}, " * 10_000,
-]
-
-
-@pytest.mark.parametrize("response", HOSTILE)
+@pytest.mark.parametrize("response", [
+    "\\boxed{" * 20_000, "{" * 20_000 + "\\boxed{7}", "\\boxed 1 " * 10_000 + "{", "\\fbox" * 20_000,
+    "\\boxed{7}, " * 10_000, *(f"\\boxed{{{text}}}" for text in (
+        "{" * 40_000 + "}" * 40_000, "18 " + "aa " * 600 + "!", "18 " + "cm/" * 600 + "!", "aa" * 900 + "!18",
+        "aa " * 600 + "!18", "f(x)" * 400 + "+=7", "(" * 900 + "7" + ")" * 900, "\\text{a " * 250 + "18",
+        "1 234 " * 300, "9" * 1_900, "1e999999999", "1.5e999", "0.(" + "9" * 1_900 + "1)",
+    )),
+])  # fmt: skip
 def test_hostile_responses_are_scored_in_time(response):
     assert score(response, {"answer": "18"}).total == 0.0
     read_reference(response)
@@ -214,13 +180,10 @@ def test_hostile_responses_are_scored_in_time(response):
 def test_numbers_equal_a_naive_reading():
     rng = random.Random(1)
     for _ in range(500):
-        whole, top = rng.randrange(2_000_000), rng.randrange(1, 50)
-        bottom = top + rng.randrange(1, 50)
-        sign, spot = rng.choice((1, -1)), "".join(rng.choices("0123456789", k=rng.randrange(1, 5)))
-        mark = "-" if sign < 0 else ""
-        tail = rng.choice(("", r"\text{ cm}^2", r"^\circ", " dollars"))
-        value = sign * Fraction(whole)
-        part = sign * Fraction(top, bottom)
+        whole, top, more = rng.randrange(2_000_000), rng.randrange(1, 50), rng.randrange(1, 50)
+        (sign, mark), spot = rng.choice(((1, ""), (-1, "-"))), "".join(rng.choices("0123456789", k=rng.randrange(1, 5)))
+        tail, bottom = rng.choice(("", r"\text{ cm}^2", r"^\circ", " dollars")), top + more
+        value, part = sign * Fraction(whole), sign * Fraction(top, bottom)
         cases = {
             f"{mark}\\${whole:,}{tail}": value,
             f"{mark}{whole:,}".replace(",", "\\,") + tail: value,
@@ -231,9 +194,7 @@ def test_numbers_equal_a_naive_reading():
             f"{mark}{whole}.\\overline{{{spot}}}{tail}": value + sign * Fraction(int(spot), 10 ** len(spot) - 1),
             f"{mark}{top / 10 + 1} \\times 10^{{{len(spot)}}}": sign * (Fraction(top, 10) + 1) * 10 ** len(spot),
         }
-        for text, expected in cases.items():
-            found = read_number(typeset(text))
-            assert found == (expected, False), text
+        assert {text: read_number(typeset(text)) for text in cases} == {text: (cases[text], False) for text in cases}
 
 
 def test_equal_wrong_lists_have_the_same_vote():
@@ -264,9 +225,7 @@ def test_endless_computations_end_at_the_deadline():
     truths = [json.dumps({"answer": truth}) for _, truth, *_ in cases]
     with ScoringPool("data.math:score", RewardConfig(num_processes=1, deadline_s=5)) as pool:
         scores = pool.score([response for response, *_ in cases], truths)
-        assert [(one.total, one.parts.get("format", 0.0)) for one in scores] == [
-            (total, box) for *_, total, box in cases
-        ]
+        assert [(one.total, one.parts.get("format", 0.0)) for one in scores] == [case[2:] for case in cases]
         assert pool.timeouts + pool.errors == 1
         assert scores[-2].failure is not None
         votes = ["\\boxed{1/2}", "\\boxed{\\frac12}", "\\boxed{0.5}", "\\boxed{2}", "\\boxed{2.0}", "none"]

@@ -24,17 +24,12 @@ def test_missing_package_is_reported_with_its_install_command(monkeypatch: pytes
         inputs(SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        (("n_queens",), "n_queens is left out: its scorer evaluates a response as Python"),
-        (("chain_sums",), "must be tasks of reasoning_gym"),
-        (("chain_sum@99",), "chain_sum has the levels 0 to"),
-        (("chain_sum@easy",), "a level must be a whole number"),
-        (("acre@1",), "acre has no levels"),
-        ((), "must name one task or more"),
-    ],
-)
+@pytest.mark.parametrize(("tasks", "message"), [
+    (("n_queens",), "n_queens is left out: its scorer evaluates a response as Python"),
+    (("chain_sums",), "must be tasks of reasoning_gym"), (("chain_sum@99",), "chain_sum has the levels 0 to"),
+    (("chain_sum@easy",), "a level must be a whole number"), (("acre@1",), "acre has no levels"),
+    ((), "must name one task or more"),
+])  # fmt: skip
 def test_unusable_tasks_are_refused(tasks: tuple[str, ...], message: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError, match=message):
@@ -46,8 +41,7 @@ def test_rows_of_a_seed_are_distinct_and_score_one(artifacts_root: Path) -> None
     first, again = ({split: list(rows) for split, rows in build(SETTINGS, 1).splits.items()} for _ in range(2))
     assert first == again
     assert {name: len(rows) for name, rows in first.items()} == {"train": 40, "validation": 9}
-    other = list(build(SETTINGS, 2).splits["validation"])
-    assert other != first["validation"]
+    assert list(build(SETTINGS, 2).splits["validation"]) != first["validation"]
     questions = [row.prompt[0].content for rows in first.values() for row in rows]
     assert len(set(questions)) == 49
     assert {row.data_source for row in first["train"]} == {"reasoning_gym/chain_sum", "reasoning_gym/leg_counting"}
@@ -65,8 +59,8 @@ def test_rows_of_a_seed_are_distinct_and_score_one(artifacts_root: Path) -> None
 def test_levels_are_those_of_the_curriculum() -> None:
     pytest.importorskip("reasoning_gym")
     of_level = ReasoningGymData(tasks=("chain_sum@0",), train_size=1, validation_size=30)
-    easy = list(build(of_level, 1).splits["validation"])
-    hard = list(build(of_level.model_copy(update={"tasks": ("chain_sum@3",)}), 1).splits["validation"])
+    harder = of_level.model_copy(update={"tasks": ("chain_sum@3",)})
+    easy, hard = (list(build(settings, 1).splits["validation"]) for settings in (of_level, harder))
     assert sum(len(row.prompt[0].content) for row in easy) < sum(len(row.prompt[0].content) for row in hard)
     assert {row.difficulty for row in hard} == {3}
 
@@ -75,9 +69,8 @@ def test_tasks_with_too_few_problems_are_refused(monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr("data.reasoning_gym._TRIES", 1)
     small = ReasoningGymData(tasks=("tower_of_hanoi",), train_size=1, validation_size=120)
-    with pytest.raises(
-        DataError, match="tower_of_hanoi has fewer than 120 different problems for the validation split"
-    ):
+    message = "tower_of_hanoi has fewer than 120 different problems for the validation split"
+    with pytest.raises(DataError, match=message):
         build(small, 1)
 
 

@@ -11,18 +11,7 @@ import pytest
 
 from data import schema
 from data.rows import Message, Row, TaskRows
-from data.schema import (
-    PROMPT_TYPE,
-    find_type,
-    ground_truth_json,
-    ground_truth_type,
-    provenance,
-    provenance_metadata,
-    read_batches,
-    row_schema,
-    write_dataset_card,
-    write_splits,
-)
+from data.schema import find_type, ground_truth_json, provenance, provenance_metadata, write_dataset_card, write_splits
 from rlcore.errors import DataError
 
 
@@ -31,7 +20,6 @@ def row(number: int, **more: object) -> Row:
 
 
 def task_of(*truths: object, **more: object) -> TaskRows:
-    """Return a task whose train split has rows with these ground truths."""
     rows = [Row((Message("user", "x"),), truth) for truth in truths]  # type: ignore[arg-type]
     return TaskRows("t", "math", "text", {"train": rows, "validation": rows[:1]}, **more)  # type: ignore[arg-type]
 
@@ -46,23 +34,19 @@ def test_ground_truths_are_json_objects(truth: object) -> None:
 
 def test_types_are_inferred_from_examples() -> None:
     for example, expected in (
-        (True, pa.bool_()),
-        (3, pa.int64()),
-        (2.5, pa.float64()),
-        ("x", pa.string()),
-        ((1, 2), pa.list_(pa.int64())),
+        (True, pa.bool_()), (3, pa.int64()), (2.5, pa.float64()), ("x", pa.string()), ((1, 2), pa.list_(pa.int64())),
         ({"a": ["x"]}, pa.struct([("a", pa.list_(pa.string()))])),
-    ):
-        assert ground_truth_type(example) == expected
+    ):  # fmt: skip
+        assert schema.ground_truth_type(example) == expected
     message = r"^ground_truth: must be a string, a number, a non-empty list .*, got (None|\[\])\."
     for example in ([], None, {"a": []}):
         with pytest.raises(DataError, match=message):
-            ground_truth_type(example)
+            schema.ground_truth_type(example)
 
 
 def test_fields_are_found_by_path() -> None:
-    found = row_schema(pa.struct([("numbers", pa.large_list(pa.int8()))]))
-    assert find_type(found, "prompt") == PROMPT_TYPE
+    found = schema.row_schema(pa.struct([("numbers", pa.large_list(pa.int8()))]))
+    assert find_type(found, "prompt") == schema.PROMPT_TYPE
     assert find_type(found, "prompt.[].role") == pa.string()
     assert find_type(found, "reward_model.ground_truth.numbers.[]") == pa.int8()
     for name in ("promt", "prompt.role", "prompt.[].name", "ability.x", "extra_info.[]", "extra_info.hint"):
@@ -85,20 +69,17 @@ def test_damaged_pages_are_reported_with_the_rows_before(tmp_path: Path, monkeyp
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"number": range(30)}), path, row_group_size=10, compression="none")
     place = pq.read_metadata(path).row_group(2).column(0).data_page_offset
-    content = bytearray(path.read_bytes())
-    content[place : place + 20] = b"\xff" * 20
-    path.write_bytes(bytes(content))
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(b"\xff" * 20)
     with pytest.raises(DataError, match=r"train.parquet: damaged after row 20 "):
-        list(read_batches(path))
+        list(schema.read_batches(path))
 
 
 def test_rows_are_numbered_and_counted_by_difficulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "ROWS_PER_GROUP", 2)
-    train = [
-        row(1, difficulty=10, solution="1", distractor="2"),
-        row(2, difficulty=9, data_source="own", ability="logic"),
-        row(3, difficulty=9),
-    ]
+    first = row(1, difficulty=10, solution="1", distractor="2")
+    train = [first, row(2, difficulty=9, data_source="own", ability="logic"), row(3, difficulty=9)]
     task = TaskRows("t", "math", "text", {"train": iter(train), "validation": train[:1]})
     assert write_splits(tmp_path, task, {"seed": 7}) == {"train": 3, "validation": 1}
     file = pq.ParquetFile(tmp_path / "train.parquet")
@@ -107,12 +88,10 @@ def test_rows_are_numbered_and_counted_by_difficulty(tmp_path: Path, monkeypatch
     assert (column.compression, column.is_stats_set, column.has_dictionary_page) == ("ZSTD", False, False)
     rows = file.read().to_pylist()
     assert rows[0] == {
-        "data_source": "t",
-        "prompt": [{"role": "user", "content": "1 ="}],
-        "ability": "math",
+        "data_source": "t", "prompt": [{"role": "user", "content": "1 ="}], "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": {"sum": 1}},
         "extra_info": {"split": "train", "index": 0, "difficulty": 10, "solution": "1", "distractor": "2"},
-    }
+    }  # fmt: skip
     assert [(one["data_source"], one["ability"]) for one in rows[1:]] == [("own", "logic"), ("t", "math")]
     assert rows[2]["extra_info"] == {"split": "train", "index": 2, "difficulty": 9, "solution": "", "distractor": ""}
     counts = {"rows": 3, "by_difficulty": {"9": 2, "10": 1}}
@@ -120,22 +99,17 @@ def test_rows_are_numbered_and_counted_by_difficulty(tmp_path: Path, monkeypatch
     assert provenance(tmp_path / "train.parquet") == document
 
 
-@pytest.mark.parametrize(
-    ("truths", "message"),
-    [
-        ([{"sum": 1}] * 3 + [{"sun": 1}],
-         "rows 2 to 3 of train .* (row 3 has the field 'sun', which the first row has not)"),
-        ([{"sum": 1}, "a text"], "rows 0 to 1 of train do not all have the types of the first row"),
-        ([{"sum": 1}, {"sum": {"sum": 1}}], "rows 0 to 1 of train do not all have the types of the first row"),
-        ([{"a": {"sum": 1}}, {"a": {"sum": 1, "word": "1"}}], "row 1 has the field 'word'"),
-        ([{"a": [{"sum": 1}]}, {"a": [{"sum": 1}, {"sum": 1, "word": "1"}]}], "row 1 has the field 'word'"),
-        ([{"sum": 1}, {"sum": 2**63}], "whole numbers at most 64 bits"),
-        ([], "t: the train split has no row; raise data.train_size or check the source"),
-    ],
-)  # fmt: skip
-def test_ground_truths_of_another_type_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truths: list[object], message: str
-) -> None:
+@pytest.mark.parametrize(("truths", "message"), [
+    ([{"sum": 1}] * 3 + [{"sun": 1}],
+     "rows 2 to 3 of train .* (row 3 has the field 'sun', which the first row has not)"),
+    ([{"sum": 1}, "a text"], "rows 0 to 1 of train do not all have the types of the first row"),
+    ([{"sum": 1}, {"sum": {"sum": 1}}], "rows 0 to 1 of train do not all have the types of the first row"),
+    ([{"a": {"sum": 1}}, {"a": {"sum": 1, "word": "1"}}], "row 1 has the field 'word'"),
+    ([{"a": [{"sum": 1}]}, {"a": [{"sum": 1}, {"sum": 1, "word": "1"}]}], "row 1 has the field 'word'"),
+    ([{"sum": 1}, {"sum": 2**63}], "whole numbers at most 64 bits"),
+    ([], "t: the train split has no row; raise data.train_size or check the source"),
+])  # fmt: skip
+def test_ground_truths_of_another_type_are_refused(tmp_path, monkeypatch, truths, message):
     monkeypatch.setattr(schema, "ROWS_PER_GROUP", 2)
     with pytest.raises(DataError, match=re.escape(message).replace(r"\.\*", ".*")):
         write_splits(tmp_path, task_of(*truths), {}, ["train"])
@@ -166,10 +140,8 @@ def test_dataset_card_describes_the_rows(tmp_path: Path) -> None:
     )
     for text, split, number in ((first, "train", 1), (second, "validation", 5)):
         name, _, rest = text.partition("\n\n```json\n")
-        assert (name, json.loads(rest.partition("\n```\n")[0])["reward_model"]["ground_truth"]) == (
-            split,
-            {"sum": number},
-        )
+        shown = json.loads(rest.partition("\n```\n")[0])
+        assert (name, shown["reward_model"]["ground_truth"]) == (split, {"sum": number})
     write_splits(tmp_path, task, document | {"inputs": {}})
     write_dataset_card(tmp_path)
     assert "Made from these files" not in (tmp_path / "README.md").read_text(encoding="utf-8")

@@ -15,25 +15,11 @@ from data.countdown_problems import generate
 from data.filter import filter_dataset, filtered_directory
 from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
-from data.tasks import (
-    build_dataset,
-    dataset_directory,
-    dataset_fingerprint,
-    input_digests,
-    inputs_of,
-)
+from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
 from rlcore.batching.prompts import read_prompts, read_solutions
-from rlcore.config import (
-    CountdownData,
-    CustomData,
-    FilterConfig,
-    MappedData,
-    MixtureData,
-    MixturePart,
-    RewardConfig,
-    RunConfig,
-)
+from rlcore.config import CountdownData, CustomData, FilterConfig, MappedData, RewardConfig, RunConfig
 from rlcore.config.compose import load_config
+from rlcore.config.data import MixtureData, MixturePart
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.layout import RunInputs
@@ -43,6 +29,24 @@ SMALL = CountdownData(
     train_size=60, validation_size=20, max_numbers=3, number_high=9, target_high=20, operations=("+", "-"),
     template="bare",
 )  # fmt: skip
+ENUMERATED = CountdownData(
+    train_size=61, validation_size=11, min_numbers=2, max_numbers=3, number_high=6, target_high=30,
+    balance_difficulty=True,
+)  # fmt: skip
+LOW = CountdownData(
+    train_size=30, validation_size=8, min_numbers=3, max_numbers=3, number_low=2, number_high=6, target_low=3,
+    target_high=30, template="bare", operations=("+", "-", "/"),
+)  # fmt: skip
+DRAWN = CountdownData(train_size=90, validation_size=9, max_numbers=5)
+UNIFORM = CountdownData(train_size=90, validation_size=9, targets="uniform")
+EQUAL = {"balance_difficulty": True, "min_numbers": 2, "max_numbers": 5}
+BALANCED = CountdownData(train_size=41, validation_size=6, template="bare", **EQUAL)
+FEW = {"train_size": 60, "validation_size": 20, "number_high": 9, "target_high": 20, "template": "bare"}
+EASY = CountdownData(min_numbers=2, max_numbers=2, operations=("+", "-"), **FEW | {"train_size": 40})
+HARD = CountdownData(min_numbers=3, max_numbers=3, operations=("+", "-"), **FEW)
+TIMES = CustomData(train_size=50, validation_size=10)
+PARTS = (MixturePart(data=EASY, name="easy"), MixturePart(data=HARD, weight=2), MixturePart(data=TIMES, weight=0.5))
+MIXED = MixtureData(parts=PARTS)
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def dataset(artifacts_root):
     return build_dataset(SMALL, seed=1, root=artifacts_root)
 
 
-def test_dataset_has_schema_provenance_and_counts(dataset, artifacts_root):
+def test_dataset_has_schema_provenance_counts_and_the_bytes_of_its_seed(dataset, artifacts_root, tmp_path):
     assert (dataset.counts, dataset.cached) == ({"train": 60, "validation": 20}, False)
     file = dataset.directory / "train.parquet"
     table = pq.read_table(file)
@@ -67,13 +71,11 @@ def test_dataset_has_schema_provenance_and_counts(dataset, artifacts_root):
     scored = {"scorer": "somewhere:else", "environment": "somewhere:Else", "chat_template_kwargs": {"think": False}}
     assert dataset_fingerprint(SMALL.model_copy(update=scored), 1) == dataset.directory.name
     assert dataset_fingerprint(SMALL, 2) != dataset.directory.name
-
-
-def test_settings_and_seed_determine_the_bytes(dataset, tmp_path):
     again, other = (build_dataset(SMALL, seed=seed, root=tmp_path / "elsewhere") for seed in (1, 2))
     for name in ("train.parquet", "validation.parquet"):
         content = (dataset.directory / name).read_bytes()
-        assert (again.directory / name).read_bytes() == content != (other.directory / name).read_bytes()
+        assert (again.directory / name).read_bytes() == content
+        assert pq.read_table(other.directory / name).to_pylist() != pq.read_table(dataset.directory / name).to_pylist()
 
 
 def test_filter_tokenizes_prompts_and_solutions(dataset, scratch_tokenizer, artifacts_root):
@@ -121,20 +123,6 @@ def test_suites_have_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> 
 
 # Finished runs name their dataset by settings and seed. A changed digest below means other rows.
 
-ENUMERATED = CountdownData(
-    train_size=61, validation_size=11, min_numbers=2, max_numbers=3, number_high=6, target_high=30,
-    balance_difficulty=True,
-)  # fmt: skip
-LOW = CountdownData(
-    train_size=30, validation_size=8, min_numbers=3, max_numbers=3, number_low=2, number_high=6, target_low=3,
-    target_high=30, template="bare", operations=("+", "-", "/"),
-)  # fmt: skip
-DRAWN = CountdownData(train_size=90, validation_size=9, max_numbers=5)
-UNIFORM = CountdownData(train_size=90, validation_size=9, targets="uniform")
-BALANCED = CountdownData(
-    train_size=41, validation_size=6, min_numbers=2, max_numbers=5, balance_difficulty=True, template="bare"
-)
-
 
 def digest(value: object) -> str:
     return sha256(repr(value).encode()).hexdigest()[:16]
@@ -146,35 +134,21 @@ def digest_of_rows(task: TaskRows) -> str:
     return digest((task.data_source, task.ability, task.prompt_form, rows))
 
 
-@pytest.mark.parametrize(
-    ("settings", "seed", "expected"),
-    [
-        (ENUMERATED, 7, "36d2ef82bfadf8af"),
-        (LOW, 7, "580b7b1338cdc2b8"),
-        (DRAWN, 7, "40750fd48515c2f1"),
-        (DRAWN, 8, "2af86bc70cbf6721"),
-        (BALANCED, 7, "e77bc38788021aee"),
-        (UNIFORM, 7, "ab35c111aad7511c"),
-    ],
-    ids=["enumerated", "low", "drawn", "another seed", "balanced", "uniform"],
-)
+@pytest.mark.parametrize(("settings", "seed", "expected"), [
+    (ENUMERATED, 7, "36d2ef82bfadf8af"), (LOW, 7, "580b7b1338cdc2b8"), (DRAWN, 7, "40750fd48515c2f1"),
+    (DRAWN, 8, "2af86bc70cbf6721"), (BALANCED, 7, "e77bc38788021aee"), (UNIFORM, 7, "ab35c111aad7511c"),
+], ids=["enumerated", "low", "drawn", "another seed", "balanced", "uniform"])  # fmt: skip
 def test_countdown_problems_of_a_seed_never_change(settings: CountdownData, seed: int, expected: str) -> None:
     splits = generate(settings, seed)
     assert digest({split: [astuple(problem) for problem in problems] for split, problems in splits.items()}) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"template": "bare"}, "24f0f512bb5a1e20"),
-        ({"template": "bare", "search_tries": 3}, "24f0f512bb5a1e20"),
-        ({"template": "base"}, "3e7e475025089e7f"),
-        ({"template": "base", "search_tries": 4}, "af900ce3a12be1b2"),
-        ({"template": "chat"}, "c8147955b8b57679"),
-        ({"template": "few-shot"}, "a1c26b6898b5bfd0"),
-        ({"template": "qwen-instruct"}, "692fd1358b42b88c"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"template": "bare"}, "24f0f512bb5a1e20"), ({"template": "bare", "search_tries": 3}, "24f0f512bb5a1e20"),
+    ({"template": "base"}, "3e7e475025089e7f"), ({"template": "base", "search_tries": 4}, "af900ce3a12be1b2"),
+    ({"template": "chat"}, "c8147955b8b57679"), ({"template": "few-shot"}, "a1c26b6898b5bfd0"),
+    ({"template": "qwen-instruct"}, "692fd1358b42b88c"),
+])  # fmt: skip
 def test_countdown_rows_of_a_template_never_change(settings: dict[str, object], expected: str) -> None:
     assert digest_of_rows(build(ENUMERATED.model_copy(update=settings), 7)) == expected
 
@@ -187,26 +161,13 @@ def test_rows_of_custom_tasks_never_change() -> None:
     assert digest_of_rows(multiplication.build(settings, 1)) == "0e3236ca5645ffbf"
 
 
-FEW = {"train_size": 60, "validation_size": 20, "number_high": 9, "target_high": 20, "template": "bare"}
-EASY = CountdownData(min_numbers=2, max_numbers=2, operations=("+", "-"), **FEW | {"train_size": 40})
-HARD = CountdownData(min_numbers=3, max_numbers=3, operations=("+", "-"), **FEW)
-TIMES = CustomData(train_size=50, validation_size=10)
-PARTS = (MixturePart(data=EASY, name="easy"), MixturePart(data=HARD, weight=2), MixturePart(data=TIMES, weight=0.5))
-MIXED = MixtureData(parts=PARTS)
-
-
 def make(settings, tokenizer, root):
     dataset = build_dataset(settings, seed=1, root=root)
     return dataset, filter_dataset(dataset.directory, tokenizer, FilterConfig(), root=root)
 
 
-@pytest.fixture
-def mixed(scratch_tokenizer, artifacts_root):
-    return make(MIXED, scratch_tokenizer, artifacts_root)
-
-
-def test_parts_are_shared_by_mixtures(mixed, scratch_tokenizer, artifacts_root):
-    dataset, filtered = mixed
+def test_parts_are_shared_by_mixtures_and_keep_their_scorers(scratch_tokenizer, artifacts_root):
+    dataset, filtered = make(MIXED, scratch_tokenizer, artifacts_root)
     assert dataset.counts == filtered.counts == {"train": 150, "validation": 50}
     assert dataset_fingerprint(MIXED, 1) == dataset.directory.name
     alone, alone_filtered = make(HARD, scratch_tokenizer, artifacts_root)
@@ -215,23 +176,18 @@ def test_parts_are_shared_by_mixtures(mixed, scratch_tokenizer, artifacts_root):
     assert all(result.cached for result in (alone, alone_filtered, again, again_filtered))
     assert again.directory.name == dataset.directory.name
     other, _ = make(MixtureData(parts=PARTS[:2]), scratch_tokenizer, artifacts_root)
-    assert not other.cached
-    assert other.directory.name != dataset.directory.name
     name = dataset.directory.name
+    assert (other.cached, other.directory.name == name) == (False, False)
     planned = filtered_directory(name, scratch_tokenizer, FilterConfig(), root=artifacts_root)
     assert planned == filtered.directory
     row = f"| [{alone.directory.name}](../{alone.directory.name}) | 60 train, 20 validation |"
     assert row in (dataset.directory / "README.md").read_text()
 
-
-def test_responses_are_scored_by_the_scorer_of_their_part(mixed, scratch_tokenizer):
-    """A right response for one scorer is wrong for the other: separate digits, or an equation."""
-    prompts = Problems.read(RunConfig(data=MIXED), RunInputs(mixed[1].directory, scratch_tokenizer)).validation
+    # A right response for one scorer is wrong for the other: separate digits, or an equation.
+    prompts = Problems.read(RunConfig(data=MIXED), RunInputs(filtered.directory, scratch_tokenizer)).validation
     truths = [json.loads(prompt.ground_truth_json) for prompt in prompts]
-    responses = [
-        " ".join(str(truth["product"])) if "product" in truth else " + ".join(map(str, truth["numbers"]))
-        for truth in truths
-    ]
+    products = [" ".join(str(truth.get("product", ""))) for truth in truths]
+    responses = [text or " + ".join(map(str, truth["numbers"])) for text, truth in zip(products, truths, strict=True)]
     with ScoringPool(MIXED.scorer, RewardConfig(num_processes=1)) as pool:
         scores = pool.score(responses, [prompt.ground_truth_json for prompt in prompts])
         assert pool.errors == 0
@@ -251,11 +207,7 @@ def test_training_rows_that_another_part_holds_out_are_refused(scratch_tokenizer
 
 def test_invalid_parts_are_refused():
     parts = "[{weight:-1,data:{task:countdown}},{data:{task:gsm8k,sorce:x}},{data:{task:custm}}]"
-    with pytest.raises(ConfigError) as error:
+    first, second = "weight: must be greater than 0; got -1", "data.sorce: there is no such setting; got x"
+    entries = f"data.parts: entry 0: {first}.*data.parts: entry 1: {second}.*data.parts: entry 2: data"
+    with pytest.raises(ConfigError, match=f"(?s){entries}"):
         load_config(["data=mixture", f"data.parts={parts}", "model.path=some/model"])
-    for message in (
-        "data.parts: entry 0: weight: must be greater than 0; got -1",
-        "data.parts: entry 1: data.sorce: there is no such setting; got x",
-        "data.parts: entry 2: data",
-    ):
-        assert message in str(error.value)

@@ -15,18 +15,26 @@ from data import multiplication
 from data.number_guessing import Game
 from data.rows import Message, Row
 from data.tasks import build_dataset, build_mapped, dataset_fingerprint, input_digests, inputs_of
-from data.trial import FirstRow, first_row, validate_rows
+from data.trial import first_row, validate_rows
 from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
 
 TIMES = CustomData(train_size=200, validation_size=20)
+READER = """
+from data.multiplication import Message, Row, TaskRows
+from pathlib import Path
+def build(settings, seed):
+    def rows(split):  # opened while the rows are read
+        for number in (Path(settings.options[0]) / f"{split}.txt").read_text().split():
+            yield Row((Message("user", number),), {"product": int(number)})
+    return TaskRows("read", "math", "text", {split: rows(split) for split in ("train", "validation")})
+"""
 
 
-@pytest.mark.parametrize(
-    ("response", "total", "well_formed"),
-    [("12", 1, 1), (" 1 2\n", 1, 1), ("13", 0, 1), ("12.0", 0, 0), ("", 0, 0), ("\u0661\u0662", 0, 0),
-     ("9" * 10_000, 0, 0)],
-)  # fmt: skip
+@pytest.mark.parametrize(("response", "total", "well_formed"), [
+    ("12", 1, 1), (" 1 2\n", 1, 1), ("13", 0, 1), ("12.0", 0, 0), ("", 0, 0), ("\u0661\u0662", 0, 0),
+    ("9" * 10_000, 0, 0),
+])  # fmt: skip
 def test_multiplication_scores_products(response, total, well_formed):
     found = multiplication.score(response, {"product": 12})
     assert (found.total, found.parts["format"]) == (total, well_formed)
@@ -47,17 +55,6 @@ def test_fingerprint_depends_on_the_source_file(tmp_path, monkeypatch, artifacts
     assert dataset_fingerprint(mine, 1) != dataset.directory.name
 
 
-READER = """
-from data.multiplication import Message, Row, TaskRows
-from pathlib import Path
-def build(settings, seed):
-    def rows(split):  # opened while the rows are read
-        for number in (Path(settings.options[0]) / f"{split}.txt").read_text().split():
-            yield Row((Message("user", number),), {"product": int(number)})
-    return TaskRows("read", "math", "text", {split: rows(split) for split in ("train", "validation")})
-"""
-
-
 def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
     mine = TIMES.model_copy(update={"build": "reading_task:build", "options": ("numbers",)})
     fingerprints = []
@@ -70,9 +67,8 @@ def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.chdir(folder)
         monkeypatch.delitem(sys.modules, "reading_task", raising=False)
-        first = build_dataset(mine, seed=1, root=root)
-        assert not first.cached
-        assert build_dataset(mine, seed=1, root=root).cached
+        first, again = (build_dataset(mine, seed=1, root=root) for _ in range(2))
+        assert (first.cached, again.cached) == (False, True)
         (folder / "numbers" / "train.txt").write_text("1\n2\n4\n")
         second = build_dataset(mine, seed=1, root=root)
         assert (second.cached, second.counts["train"]) == (False, 3)
@@ -97,12 +93,11 @@ def test_option_files_are_named_by_file_or_folder(tmp_path: Path) -> None:
 def test_unusable_build_functions_are_refused(tmp_path, monkeypatch, artifacts_root):
     (tmp_path / "wrong_task.py").write_text("def build(settings, seed): return []\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name, message in (
-        *((name, r"data.build: must name a function") for name in ("nowhere:build", "data.multiplication:nothing")),
-        *((name, r"data.build: must name a function") for name in ("data.multiplication:_HIGHEST", "..:x")),
-        ("wrong_task:build", r"wrong_task:build must return data\.rows\.TaskRows, got list"),
-    ):
-        with pytest.raises(ConfigError if "data.build" in message else DataError, match=message):
+    unusable = ("nowhere:build", "data.multiplication:nothing", "data.multiplication:_HIGHEST", "..:x")
+    cases = [(name, ConfigError, r"data.build: must name a function") for name in unusable]
+    returned = r"wrong_task:build must return data\.rows\.TaskRows, got list"
+    for name, kind, message in (*cases, ("wrong_task:build", DataError, returned)):
+        with pytest.raises(kind, match=message):
             build_dataset(TIMES.model_copy(update={"build": name}), seed=1, root=artifacts_root)
 
 
@@ -120,9 +115,8 @@ def test_rows_are_named_after_their_folder(tmp_path: Path) -> None:
     names = {"source": str(tmp_path), "question": "q", "answer": "a"}
     assert build_mapped(MappedData(**names), 0).data_source == tmp_path.name
     more = build_mapped(MappedData(**names, data_source="own", instruction="Think.", solution="s"), 0)
-    assert more.data_source == "own"
-    train = f"{tmp_path}/train.jsonl: line 1"
-    assert list(more.splits["train"]) == [Row((Message("user", "What? Think."),), "2", solution="It is 2", where=train)]
+    row = Row((Message("user", "What? Think."),), "2", solution="It is 2", where=f"{tmp_path}/train.jsonl: line 1")
+    assert (more.data_source, list(more.splits["train"])) == ("own", [row])
 
 
 def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root: Path) -> None:
@@ -140,14 +134,10 @@ def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root
             list(build_mapped(settings.model_copy(update={"columns": (column,)}), 0).splits["train"])
 
 
-@pytest.mark.parametrize(
-    ("good", "value", "problem"),
-    [
-        *(("none", text, f"'{text}' of a missing")
-          for text in ("NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>")),
-        (1.0, math.nan, r"got nan \(columns"), (1.0, -math.inf, r"got -inf \(columns"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("good", "value", "problem"), [
+    *(("none", text, f"'{text}' of a missing") for text in ("NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>")),
+    (1.0, math.nan, r"got nan \(columns"), (1.0, -math.inf, r"got -inf \(columns"),
+])  # fmt: skip
 def test_missing_values_are_refused(good: object, value: object, problem: str, tmp_path: Path) -> None:
     rows = [{"question": "None", "answer": good}, {"question": "b?", "answer": value}]
     for split in ("train", "test"):
@@ -160,13 +150,10 @@ def test_missing_values_are_refused(good: object, value: object, problem: str, t
         list(build_mapped(MappedData(source=str(tmp_path)), 1).splits["train"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
-        ({"source": ""}, r"data.source: must be a folder or a hub id"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
+    ({"source": ""}, r"data.source: must be a folder or a hub id"),
+])  # fmt: skip
 def test_wrong_names_are_refused(tmp_path, artifacts_root, changes, message):
     for name in ("big", "small"):
         line = {"task": {"text": f"{name}: what?"}, "final": 1, "cut": "\ud83d"}
@@ -184,19 +171,15 @@ def test_repeated_prompts_are_refused_with_their_line(mapped: MappedData, tmp_pa
     with train.open("a") as file:
         file.write('\n{"question": "train 1?", "answer": "7"}\n')
     assert validate_rows(mapped, 1, root, each_once=False) == 4
-    with pytest.raises(
-        DataError, match=rf"^{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or"
-    ):
+    again = rf"^{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or"
+    with pytest.raises(DataError, match=again):
         validate_rows(mapped, 1, root, each_once=True)
     with test.open("a") as file:
         file.write('{"question": "train 0?", "answer": "7"}\n')
-    problem = (
-        rf"^{test}: line 3: the same prompt as {train}: line 1, so validation would .* Remove it from one of the two"
-    )
-    with pytest.raises(DataError, match=problem):
+    again = rf"the same prompt as {train}: line 1, so validation would .* Remove it from one of the two"
+    with pytest.raises(DataError, match=f"^{test}: line 3: {again}"):
         validate_rows(mapped, 1, root, each_once=False)
-    assert validate_rows(CountdownData(), 1, root, each_once=True) is None
-    assert validate_rows(CustomData(), 1, root, each_once=True) is None
+    assert {validate_rows(data, 1, root, each_once=True) for data in (CountdownData(), CustomData())} == {None}
     made = first_row(mapped, 1, root)
     dataset = build_dataset(mapped, seed=1, root=root)
     assert inputs_of(dataset.directory) == input_digests(mapped)
@@ -207,7 +190,6 @@ def test_repeated_prompts_are_refused_with_their_line(mapped: MappedData, tmp_pa
 def test_first_row_of_a_large_task_is_made_alone(tmp_path: Path) -> None:
     settings = CountdownData(train_size=10**9, template="bare", search_tries=None)
     found = first_row(settings, 7, tmp_path)
-    assert isinstance(found, FirstRow)
     assert (found.prompt_form, json.loads(found.ground_truth_json)["form"]) == ("text", "bare")
 
 
@@ -217,11 +199,9 @@ def test_replies_compare_the_guess_with_the_number() -> None:
         game.reset({"seed": seed})
         number = random.Random(seed).randint(1, 7)
         for guess in range(-1, 10):
-            turn = game.step(f" {guess} " if guess >= 0 else "what")
-            if guess == number:
-                assert (turn.reply, turn.done, turn.reward, turn.parts) == ("", True, 1.0, {"correct": 1.0})
-            else:
-                reply = ":" if guess < 0 else "+" if guess < number else "-"
-                assert (turn.reply, turn.done, turn.reward, turn.parts) == (reply, False, -0.1, {"correct": 0.0})
+            turn, right = game.step(f" {guess} " if guess >= 0 else "what"), guess == number
+            reply = "" if right else ":" if guess < 0 else "+" if guess < number else "-"
+            assert (turn.reply, turn.done, turn.reward) == (reply, right, 1.0 if right else -0.1)
+            assert turn.parts == {"correct": float(right)}
     for text in ("\u00b2", "1" * 5_000):
         assert game.step(text).reply == ":"

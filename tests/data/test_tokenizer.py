@@ -3,8 +3,7 @@
 import inspect
 import json
 import shutil
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,15 +17,7 @@ from data import tokenizer as tokenizers
 from data.demonstrations import tokenize_demonstrations
 from data.filter import filter_dataset
 from data.tasks import build_dataset
-from data.tokenizer import (
-    FastPathError,
-    PieceEncoder,
-    PromptTokenizer,
-    encode_whole,
-    load_tokenizer,
-    to_bytes,
-    tokenizer_fingerprint,
-)
+from data.tokenizer import FastPathError, PieceEncoder, PromptTokenizer, encode_whole, to_bytes, tokenizer_fingerprint
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import CountdownData, FilterConfig, MixtureData, WarmStartConfig
 from rlcore.config.data import RENDERING_NAMES, MixturePart
@@ -35,9 +26,27 @@ from rlcore.storage.manifest import part_directories
 from tests.data.conftest import CHAT_TEMPLATE, saved, user_prompts
 
 EACH_WAY = pytest.mark.parametrize("fast_path", [True, False])
+# As in Qwen3, an empty thought switches thinking off. `voice` is read in every message.
+TEMPLATE = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + (' ' + voice if voice is defined else '') + '\\n' "
+    "+ m.content + '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant'"
+    " + (' ' + voice if voice is defined else '') + '\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- endif %}"
+)
+QUIET, LOUD = {"enable_thinking": False}, {"voice": "loud"}
+# Words of several scripts and kinds of white space, many of them shared by the texts of a batch.
+PIECES = st.sampled_from([
+    "the", "The", "number", "12", "7,", "(3", "+", "'s", "it's", "...", "=", "a_b", "", "<|im_start|>", "<|im_end|>\n",
+    "x\ny", "\n", "\n\n", "\t", "\r\n", "\x0b", "\u00a0", "\u3000", "caf\u00e9", "e\u0301", "\u0301", "\u4e2d\u6587",
+    "\U0001f642", "\u2019s",
+])  # fmt: skip
+SPACES = st.sampled_from([" ", " ", " ", " ", "", "  ", "   ", "\n", " \n", "\n "])
+TEXTS = st.lists(st.tuples(PIECES, SPACES), max_size=12).map(lambda parts: "".join(map("".join, parts)))
+MANY = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def test_fingerprint_depends_on_the_tokenizers_files(chat_tokenizer, tmp_path):
+def test_fingerprint_depends_on_files_and_broken_ones_are_refused(trained_bpe, chat_tokenizer, tmp_path):
     folder = shutil.copytree(chat_tokenizer, tmp_path / "copy")
     (folder / "model.safetensors").write_bytes(b"weights do not count")
     same = tokenizer_fingerprint(folder)
@@ -49,29 +58,17 @@ def test_fingerprint_depends_on_the_tokenizers_files(chat_tokenizer, tmp_path):
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
         PromptTokenizer(folder, chat=False)
-
-
-def test_tokenizers_without_an_end_token_are_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained_bpe.to_str())).save_pretrained(tmp_path)
-    with pytest.raises(
-        DataError, match=rf"^{tmp_path}: the tokenizer has no eos_token; set it in tokenizer_config\.js"
-    ):
-        load_tokenizer(tmp_path)
+    with pytest.raises(DataError, match=rf"^{tmp_path}: the tokenizer has no eos_token; set it in tokenizer_config\."):
+        tokenizers.load_tokenizer(tmp_path)
 
 
 @EACH_WAY
-@pytest.mark.parametrize(
-    ("single", "before", "after"),
-    [
-        ("<|endoftext|> $A <|im_start|>", [0], [1]),
-        ("$A <|im_end|>", [], []),
-        ("<|im_start|> <|endoftext|> $A", [1, 0], []),
-        ("$A", [], []),
-    ],
-)
-def test_special_tokens_surround_plain_text(
-    trained_bpe: Tokenizer, tmp_path: Path, fast_path: bool, single: str, before: list[int], after: list[int]
-) -> None:
+@pytest.mark.parametrize(("single", "before", "after"), [
+    ("<|endoftext|> $A <|im_start|>", [0], [1]), ("$A <|im_end|>", [], []),
+    ("<|im_start|> <|endoftext|> $A", [1, 0], []), ("$A", [], []),
+])  # fmt: skip
+def test_special_tokens_surround_plain_text(trained_bpe, tmp_path, fast_path, single, before, after):
     core = Tokenizer.from_str(trained_bpe.to_str())
     (plain,), (response,) = encode_whole(core, ["a b"]), encode_whole(core, [" a b"])
     special = [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)]
@@ -97,7 +94,7 @@ def test_templates_have_a_constant_date(trained_bpe, tmp_path):
     assert tokenizer.texts(user_prompts("how many?")) == ["26 Jul 2024: how many?"]
 
 
-def test_fast_path_is_checked_on_a_sample(chat_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_path_is_checked_on_a_sample(chat_tokenizer, monkeypatch):
     found = PromptTokenizer(chat_tokenizer, chat=True)
     monkeypatch.setattr(tokenizers, "_CHECK_EVERY", 2)
     monkeypatch.setattr(PieceEncoder, "encode", lambda encoder, texts: [b"" for _ in texts])
@@ -105,9 +102,7 @@ def test_fast_path_is_checked_on_a_sample(chat_tokenizer: Path, monkeypatch: pyt
         found.encode_prompts(["x", "y"])
 
 
-def test_templates_without_tools_or_names_are_refused(
-    trained_bpe: Tokenizer, chat_tokenizer: Path, base_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_templates_without_tools_or_names_are_refused(trained_bpe, chat_tokenizer, base_tokenizer, tmp_path):
     tool = {"type": "function", "function": {"name": "f"}}
     [message] = user_prompts("a")
     with pytest.raises(DataError, match=rf"^{chat_tokenizer}: its chat template shows no tools to the model"):
@@ -123,56 +118,39 @@ def test_templates_without_tools_or_names_are_refused(
     thinks = saved(trained_bpe, tmp_path / "thinks", chat_template=CHAT_TEMPLATE + "{{ think }}{{ depth }}")
     found = PromptTokenizer(thinks, chat=True, chat_template_kwargs={"think": 7})
     assert found.render(message).endswith("assistant\n7")
-    with pytest.raises(DataError) as error:
+    problem = r"its chat template does not read deep, thinks \(data\.chat_template_kwargs\), only depth, think\."
+    remedy = r"Correct the name or leave it out, or put a chat_template\.jinja that reads it next to the tokenizer"
+    with pytest.raises(DataError, match=f"^{thinks}: {problem} {remedy}$"):
         PromptTokenizer(thinks, chat=True, chat_template_kwargs={"thinks": 1, "deep": 2})
-    assert str(error.value) == (
-        f"{thinks}: its chat template does not read deep, thinks (data.chat_template_kwargs), only depth, think. "
-        "Correct the name or leave it out, or put a chat_template.jinja that reads it next to the tokenizer"
-    )
 
 
-def test_texts_are_neither_truncated_nor_padded(trained_bpe: Tokenizer, tmp_path: Path) -> None:
+def test_texts_are_neither_truncated_nor_padded(trained_bpe, tmp_path):
     core = Tokenizer.from_str(trained_bpe.to_str())
-    texts = ["a", "a b c d e f g"]
-    expected = encode_whole(core, texts)
+    expected = encode_whole(core, texts := ["a", "a b c d e f g"])
     core.enable_truncation(2)
     core.enable_padding(length=4)
-    found = load_tokenizer(saved(core, tmp_path, chat_template=None))
+    found = tokenizers.load_tokenizer(saved(core, tmp_path, chat_template=None))
     assert encode_whole(found.backend_tokenizer, texts) == expected
     assert PromptTokenizer(tmp_path, chat=False, chat_template_kwargs={"deep": 1}).texts([[]]) == [""]
     assert np.frombuffer(to_bytes([1, 2]), dtype=np.int32).tolist() == [1, 2]
 
 
-# As in Qwen3, an empty thought switches thinking off. `voice` is read in every message.
-TEMPLATE = (
-    "{%- for m in messages %}{{ '<|im_start|>' + m.role + (' ' + voice if voice is defined else '') + '\\n' "
-    "+ m.content + '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant'"
-    " + (' ' + voice if voice is defined else '') + '\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
-    "{%- endif %}"
-)
-QUIET = {"enable_thinking": False}
-LOUD = {"voice": "loud"}
-
-
 @pytest.fixture
-def folder(trained_bpe: Tokenizer, tmp_path: Path) -> Path:
+def folder(trained_bpe, tmp_path):
     return saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATE)
 
 
 @pytest.fixture
-def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: Any, names: dict[str, Any], *, prompt: bool) -> str:
+def rendered(tokenizer, messages, names, *, prompt):
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **names))
 
 
 @pytest.mark.parametrize("mixture", [False, True])
-def test_prompts_are_rendered_with_the_names(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, artifacts_root: Path, mixture: bool
-) -> None:
+def test_prompts_are_rendered_with_the_names(folder, tokenizer, artifacts_root, mixture):
     tasks = [CountdownData(train_size=20, validation_size=4, template="chat", number_high=high) for high in (40, 60)]
     parts = tuple(MixturePart(data=task, name=f"to-{task.number_high}") for task in tasks)
     dataset = build_dataset(MixtureData(parts=parts) if mixture else tasks[0], seed=1, root=artifacts_root)
@@ -190,49 +168,30 @@ def test_prompts_are_rendered_with_the_names(
             assert tokenizer.decode(row["prompt_ids"]) == rendered(tokenizer, row["prompt"], names, prompt=True)
 
 
-def test_demonstrations_are_rendered_with_the_names(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    talks = [
-        [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-        for question, reply in (("What is 2 + 2?", "It is 4."), ("Hello", "Hi."))
-    ]
+def test_demonstrations_are_rendered_with_the_names(folder, tokenizer, tmp_path):
+    texts = ("What is 2 + 2?", "It is 4."), ("Hello", "Hi.")
+    talks = [[{"role": "user", "content": one}, {"role": "assistant", "content": two}] for one, two in texts]
     file = tmp_path / "talks.jsonl"
     file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     config = WarmStartConfig(demonstrations=str(file), held_out_rows=0)
-    plain, loud = (
-        tokenize_demonstrations(config, folder, seed=1, root=tmp_path, chat_template_kwargs=names)
-        for names in ({}, LOUD)
-    )
-    assert plain.directory != loud.directory
-    for found, names in ((plain, {}), (loud, LOUD)):
-        for row, talk in zip(read_demonstrations(found.directory / "train.parquet"), talks, strict=True):
+    made = partial(tokenize_demonstrations, config, folder, seed=1, root=tmp_path)
+    directories = [made(chat_template_kwargs=names).directory for names in ({}, LOUD)]
+    assert directories[0] != directories[1]
+    for directory, names in zip(directories, ({}, LOUD), strict=True):
+        for row, talk in zip(read_demonstrations(directory / "train.parquet"), talks, strict=True):
             assert tokenizer.decode(list(row.token_ids)) == rendered(tokenizer, talk, names, prompt=False)
     with pytest.raises(DataError, match="does not read voise"):
-        tokenize_demonstrations(config, folder, seed=1, root=tmp_path, chat_template_kwargs={"voise": "loud"})
+        made(chat_template_kwargs={"voise": "loud"})
 
 
-def test_arguments_of_transformers_are_not_template_names() -> None:
+def test_arguments_of_transformers_are_not_template_names():
     arguments = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
     assert arguments <= RENDERING_NAMES
 
 
-# Words of several scripts and kinds of white space, many of them shared by the texts of a batch.
-PIECES = st.sampled_from([
-    "the", "The", "number", "12", "7,", "(3", "+", "'s", "it's", "...", "=", "a_b", "", "<|im_start|>", "<|im_end|>\n",
-    "x\ny", "\n", "\n\n", "\t", "\r\n", "\x0b", "\u00a0", "\u3000", "caf\u00e9", "e\u0301", "\u0301", "\u4e2d\u6587",
-    "\U0001f642", "\u2019s",
-])  # fmt: skip
-SPACES = st.sampled_from([" ", " ", " ", " ", "", "  ", "   ", "\n", " \n", "\n "])
-TEXTS = st.lists(st.tuples(PIECES, SPACES), max_size=12).map(lambda parts: "".join(map("".join, parts)))
-MANY = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
 @pytest.fixture(scope="module")
 def encoder(trained_bpe):
-    encoder = PieceEncoder.of(trained_bpe)
-    assert encoder is not None
-    return encoder
+    return PieceEncoder.of(trained_bpe)
 
 
 @MANY
@@ -272,22 +231,18 @@ def changed(core, **parts):
 
 def test_tokenizers_that_do_not_split_at_single_spaces_are_refused(trained_bpe):
     assert PieceEncoder.of(changed(trained_bpe)) is not None
-    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words, greedy = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")), changed(trained_bpe)
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    greedy = changed(trained_bpe)
     greedy.add_special_tokens([AddedToken("<|end|>", rstrip=True)])
     unsplit = changed(trained_bpe, description={"pre_tokenizer": None})
     prefixed = changed(trained_bpe, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True))
     lowered = changed(trained_bpe, normalizer=normalizers.Lowercase())
-    for tokenizer in (words, greedy, unsplit, prefixed, lowered):
-        assert PieceEncoder.of(tokenizer) is None
+    assert [PieceEncoder.of(tokenizer) for tokenizer in (words, greedy, unsplit, prefixed, lowered)] == [None] * 5
 
 
-@pytest.mark.parametrize(
-    ("last", "merges", "splits"),
-    [("\u0120b", [], True), ("a\u0120", [("a", "\u0120")], False)],
-    ids=["without merges", "merged over a space"],
-)
+@pytest.mark.parametrize(("last", "merges", "splits"), [
+    ("\u0120b", [], True), ("a\u0120", [("a", "\u0120")], False),
+], ids=["without merges", "merged over a space"])  # fmt: skip
 def test_probe_finds_tokens_over_spaces(last, merges, splits):
     letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), last]
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=merges))

@@ -1,13 +1,10 @@
 """Responses are tokenized with their prompt, as the template writes both, for tokenizers of every kind."""
 
 import random
-from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from data.filter import filter_dataset
 from data.tasks import build_dataset
@@ -19,30 +16,35 @@ from tests.data.conftest import user_prompts
 from tests.helpers.tokenizer_kinds import KINDS
 
 NUM_ROWS = 200
-WORDS = (
-    "What", "is", "19", "+", "7?", "(12", "*", "3)", "It's", "caf\u00e9", "\u4e2d\u6587", 'x.', 'a\nb', 'a  b', '"q"',
-    '####',
-)  # fmt: skip
+WORDS = ["What", "is", "19", "+", "7?", "(12", "*", "3)", "It's", "caf\u00e9", "\u4e2d\u6587", "x.", "a\nb", "a  b"]
+WORDS += ['"q"', "####"]
+TURNS = [
+    {"role": "system", "content": "Answer in one line."},
+    {"role": "user", "content": "Janet has 16 eggs; she eats 3 and bakes with 4. What is 16 - 3 - 4?"},
+    {"role": "assistant", "content": "She has 16 - 3 - 4 = <<16-3-4=9>>9 left.\n#### 9"},
+    {"role": "user", "content": "And  at $2 each?\n\n  Caf\u00e9 \u4e2d\u6587 \U0001f95a"},
+    {"role": "assistant", "content": "9 * 2 = 18 dollars.\n#### 18"},
+]
 
 
-def sentences(rng: random.Random, number: int) -> list[str]:
+def sentences(rng, number):
     return [" ".join(rng.choices(WORDS, k=rng.randrange(1, 9))) for _ in range(number)]
 
 
-def listed(ids: bytes) -> list[int]:
+def listed(ids):
     return [int(id) for id in np.frombuffer(ids, dtype=np.int32)]
 
 
-def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def tokens_of(tokenizer, text):
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def kind(request, tmp_path_factory):
     return request.param, KINDS[request.param].saved(tmp_path_factory.mktemp("tokenizer"))
 
 
-def conversations(rng: random.Random, name: str) -> list[tuple[Messages, str]]:
+def conversations(rng, name):
     """Return questions, some with messages before or the assistant's words after them, and responses."""
     found: list[tuple[Messages, str]] = []
     thinks = name == "qwen3-thinking"
@@ -59,7 +61,7 @@ def conversations(rng: random.Random, name: str) -> list[tuple[Messages, str]]:
 
 
 @pytest.mark.parametrize("fast_path", [True, False])
-def test_prompt_and_response_are_the_tokens_of_the_conversation(kind: tuple[str, Path], fast_path: bool) -> None:
+def test_prompt_and_response_are_the_tokens_of_the_conversation(kind, fast_path):
     name, folder = kind
     tokenizer, stops = load_tokenizer(folder), end_of_text_ids(folder)
     rows = conversations(random.Random(name), name)
@@ -75,9 +77,8 @@ def test_prompt_and_response_are_the_tokens_of_the_conversation(kind: tuple[str,
             assert (target, "the end of the prompt" in unwritten[place]) == (b"", True)
             continue
         assert place not in unwritten
-        begun = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not is_continued, continue_final_message=is_continued
-        )
+        end = {"add_generation_prompt": not is_continued, "continue_final_message": is_continued}
+        begun = tokenizer.apply_chat_template(messages, tokenize=False, **end)
         assert text == begun
         assert listed(before) == tokens_of(tokenizer, begun)
         last = {"role": "assistant", "content": (messages.pop()["content"] if is_continued else "") + response}
@@ -86,7 +87,7 @@ def test_prompt_and_response_are_the_tokens_of_the_conversation(kind: tuple[str,
         assert listed(before) + listed(target) == whole[: end + 1]
 
 
-def test_plain_prompts_and_responses_are_the_tokens_of_one_text(kind: tuple[str, Path]) -> None:
+def test_plain_prompts_and_responses_are_the_tokens_of_one_text(kind):
     """The response's tokens begin at the boundary where a token crosses it."""
     name, folder = kind
     tokenizer = load_tokenizer(folder)
@@ -111,36 +112,23 @@ def test_plain_prompts_and_responses_are_the_tokens_of_one_text(kind: tuple[str,
     assert len(unwritten) < NUM_ROWS / 20 or name == "unigram", unwritten
 
 
-TURNS = [
-    {"role": "system", "content": "Answer in one line."},
-    {"role": "user", "content": "Janet has 16 eggs; she eats 3 and bakes with 4. What is 16 - 3 - 4?"},
-    {"role": "assistant", "content": "She has 16 - 3 - 4 = <<16-3-4=9>>9 left.\n#### 9"},
-    {"role": "user", "content": "And  at $2 each?\n\n  Caf\u00e9 \u4e2d\u6587 \U0001f95a"},
-    {"role": "assistant", "content": "9 * 2 = 18 dollars.\n#### 18"},
-]
-
-
 @pytest.fixture(scope="module")
-def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
+def tokenizer(smollm2):
     return load_tokenizer(smollm2)
 
 
-def ids_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, prompt: bool = False) -> list[int]:
+def ids_of(tokenizer, turns, *, prompt=False):
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokens_of(tokenizer, text)
     assert tokenizer.decode(ids) == text
     return ids
 
 
-def test_gsm8k_is_filtered_with_the_models_template(
-    gsm8k_folder: Path, smollm2: Path, tokenizer: PreTrainedTokenizerBase, artifacts_root: Path, tmp_path: Path
-) -> None:
-    source = tmp_path / "gsm8k"
-    source.mkdir()
+def test_gsm8k_is_filtered_with_the_models_template(gsm8k_folder, smollm2, tokenizer, artifacts_root, tmp_path):
     for name in ("train.jsonl", "test.jsonl"):
-        with (gsm8k_folder / name).open(encoding="utf-8") as lines:
-            (source / name).write_text("".join(islice(lines, 400)), encoding="utf-8")
-    dataset = build_dataset(Gsm8kData(source=str(source)), seed=1, root=artifacts_root)
+        lines = (gsm8k_folder / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (tmp_path / name).write_text("".join(lines[:400]), encoding="utf-8")
+    dataset = build_dataset(Gsm8kData(source=str(tmp_path)), seed=1, root=artifacts_root)
     settings = FilterConfig(max_prompt_tokens=160)
     filtered = filter_dataset(dataset.directory, smollm2, settings, root=artifacts_root)
     rows = pq.read_table(filtered.directory / "train.parquet").to_pylist()
@@ -155,7 +143,7 @@ def test_gsm8k_is_filtered_with_the_models_template(
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_appended_turns_are_the_tokens_of_the_conversation(tokenizer: PreTrainedTokenizerBase, cut: bool) -> None:
+def test_appended_turns_are_the_tokens_of_the_conversation(tokenizer, cut):
     """The template's end of a turn comes with the reply where a turn was cut at its limit."""
     turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=64)
     ids = ids_of(tokenizer, TURNS[:2], prompt=True)

@@ -24,13 +24,9 @@ TURNS = (
     "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-RESULTS = {
-    "qwen": ("user", "'<tool_response>\\n' + m.content + '\\n</tool_response>'"),
-    "llama": ("ipython", "m.content | tojson"),
-}
-TEMPLATES = {
-    name: SHOWN + TURNS.replace("ROLE", role).replace("RESULT", result) for name, (role, result) in RESULTS.items()
-}
+RESULT = "'<tool_response>\\n' + m.content + '\\n</tool_response>'"
+TEMPLATES = {"qwen": SHOWN + TURNS.replace("ROLE", "user").replace("RESULT", RESULT)}
+TEMPLATES["llama"] = SHOWN + TURNS.replace("ROLE", "ipython").replace("RESULT", "m.content | tojson")
 
 
 def tagged(name, **arguments):
@@ -69,10 +65,7 @@ def test_replies_have_results_and_errors_of_calls():
     tools = Tools(named, "data.countdown:score")
     tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
     for text, reply in (
-        (
-            f"So {tagged('calculate', expression='(2 + 3) * 4')} and {tagged('waits', seconds=0)}",
-            "20\nwaited 0",
-        ),
+        (f"So {tagged('calculate', expression='(2 + 3) * 4')} and {tagged('waits', seconds=0)}", "20\nwaited 0"),
         (json.dumps({"name": "calculate", "parameters": {"expression": "2 + 3 * 4"}}), "14"),
         (tagged("calculator", expression="1"), "error: there is no tool 'calculator', only calculate, looks_up, waits"),
         (tagged("calculate", text="1"), "error: TypeError: missing a required argument: 'expression'"),
@@ -87,38 +80,29 @@ def test_replies_have_results_and_errors_of_calls():
         turn = tools.step(text)
         assert turn.reply.startswith(reply)
         assert (turn.done, turn.reward) == (False, 0.0)
+    assert len(parse_calls("<tool_call>" * 100_000)) == 100_000, "in linear time"
     last = tools.step("<answer> 2 + 3 * 4 </answer>")
     assert (last.done, last.reward) == (True, 1.0)
     assert last.parts == {"correct": 1.0, "format": 1.0, "tool_calls": 12, "tool_errors": 9}
-
-
-def test_many_unclosed_calls_are_found_in_linear_time():
-    assert len(parse_calls("<tool_call>" * 100_000)) == 100_000
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_and_turns_are_rendered_with_tools(name, trained_bpe, tmp_path, artifacts_root):
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATES[name])
     dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
-    plain, shown = (
-        filter_dataset(
-            dataset.directory, folder, FilterConfig(max_prompt_tokens=2_000), root=artifacts_root, tools=tools
-        )
-        for tools in ((), (CALCULATOR,))
-    )
+    made = (dataset.directory, folder, FilterConfig(max_prompt_tokens=2_000))
+    plain, shown = (filter_dataset(*made, root=artifacts_root, tools=tools) for tools in ((), (CALCULATOR,)))
     assert plain.directory != shown.directory
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for row in pq.read_table(shown.directory / "validation.parquet").to_pylist():
-        conversation = [*row["prompt"]]
-        ids = list(row["prompt_ids"])
+        conversation, ids = [*row["prompt"]], [*row["prompt_ids"]]
         turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=50, role="tool")
         for turn, reply in ((tagged("calculate", expression="1 + 2"), "3"), ("Let me see", "error: no"), ("So", "12")):
             ids += [*tokenizer.encode(turn), tokenizer.eos_token_id]
             ids += turns.reply_tokens(ids[-1], reply)[1]
             conversation += [{"role": "assistant", "content": turn}, {"role": "tool", "content": reply}]
-        rendered = tokenizer.apply_chat_template(
-            conversation, tools=[calculate], tokenize=False, add_generation_prompt=True
-        )
+        options = {"tools": [calculate], "tokenize": False, "add_generation_prompt": True}
+        rendered = tokenizer.apply_chat_template(conversation, **options)
         assert tokenizer.decode(ids) == rendered
         assert "Whole numbers with + - * / and parentheses, such as" in rendered
 

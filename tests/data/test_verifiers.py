@@ -21,31 +21,23 @@ import verifiers.v1 as vf
 
 class Plain(vf.Task[vf.TaskData]):
     @vf.reward
-    async def full(self, trace) -> float:
-        return 1.0
-class Unrewarded(vf.Task[vf.TaskData]):
-    pass
-class Contained(Plain):
-    NEEDS_CONTAINER = True
+    async def full(self, trace) -> float: return 1.0
+class Unrewarded(vf.Task[vf.TaskData]): pass
+class Contained(Plain): NEEDS_CONTAINER = True
 class Prepared(Plain):
-    async def setup(self, trace, runtime):
-        pass
+    async def setup(self, trace, runtime): pass
 class Running(Plain):
     @vf.metric
-    async def files(self, trace, runtime) -> float:
-        return 1.0
+    async def files(self, trace, runtime) -> float: return 1.0
 class WithTools(Plain):
     @classmethod
-    def toolsets(cls, config):
-        return []
+    def toolsets(cls, config): return []
 class Named(vf.Env[vf.EnvConfig]):
-    async def run(self, task, agents):
-        pass
+    async def run(self, task, agents): pass
 
 def tasks(kind, **data):
     class Tasks(vf.Taskset[kind, vf.TasksetConfig]):
-        def load(self):
-            yield kind(vf.TaskData(**data), self.config.task)
+        def load(self): yield kind(vf.TaskData(**data), self.config.task)
     return Tasks
 Fine = tasks(Plain, prompt=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}])
 NoReward, Box, Setup, Runs, Tools = (tasks(kind, prompt="Hi") for kind in
@@ -127,22 +119,14 @@ def test_scores_are_those_of_the_package(folder: Path) -> None:
     assert [(one.total, one.parts) for one in found] == expected
 
 
-@pytest.mark.parametrize(
-    ("taskset", "message"),
-    [
-        ("odd:NoReward", "needs a reward, and has none"),
-        ("odd:Box", "needs a container"),
-        ("odd:Setup", "needs a harness for its method setup"),
-        ("odd:Tools", "needs a harness for its method toolsets"),
-        ("odd:Runs", "needs a runtime for files"),
-        ("odd:Silent", "needs a user who begins task 0"),
-        ("odd:Seen", "needs more than text in the prompt of task 0"),
-        ("paired:Fine", "needs Named of its package"),
-        ("odd:Plain", "TypeError: odd:Plain is no subclass of verifiers.v1.Taskset"),
-        ("odd:Nothing", "AttributeError"),
-        ("nothing:Nothing", "ModuleNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize(("taskset", "message"), [
+    ("odd:NoReward", "needs a reward, and has none"), ("odd:Box", "needs a container"),
+    ("odd:Setup", "needs a harness for its method setup"), ("odd:Tools", "needs a harness for its method toolsets"),
+    ("odd:Runs", "needs a runtime for files"), ("odd:Silent", "needs a user who begins task 0"),
+    ("odd:Seen", "needs more than text in the prompt of task 0"), ("paired:Fine", "needs Named of its package"),
+    ("odd:Plain", "TypeError: odd:Plain is no subclass of verifiers.v1.Taskset"), ("odd:Nothing", "AttributeError"),
+    ("nothing:Nothing", "ModuleNotFoundError"),
+])  # fmt: skip
 def test_taskset_that_needs_more_is_refused(folder: Path, taskset: str, message: str) -> None:
     with pytest.raises(DataError, match=rf"^data\.taskset: must .*{message}"):
         list(build(VerifiersData(taskset=taskset), 1).splits["validation"])

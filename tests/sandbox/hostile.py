@@ -11,15 +11,11 @@ KINDS = """
 == fork bomb
 import os
 while True:
-    os.fork()
-    print("ESCAPED")
+    os.fork(); print("ESCAPED")
 == a child
-import subprocess, sys
-subprocess.Popen([sys.executable, "-c", "while True: pass"])
-print("ESCAPED")
+import subprocess, sys; subprocess.Popen([sys.executable, "-c", "while True: pass"]); print("ESCAPED")
 == multiprocessing
-import multiprocessing
-multiprocessing.get_context("fork").Process(target=print, args=("ESCAPED",)).start()
+import multiprocessing; multiprocessing.get_context("fork").Process(target=print, args=("ESCAPED",)).start()
 == threads
 import threading, time
 while True:
@@ -29,29 +25,20 @@ x = []
 while True:
     x.append("x" * 10**<n> * 100)
 == mapped memory
-import mmap
-x = [mmap.mmap(-1, 2**2<n>) for _ in range(10**6)]
+import mmap; x = [mmap.mmap(-1, 2**2<n>) for _ in range(10**6)]
 == disk filler
 for i in range(10**6):
     open(f"/tmp/{i}", "wb").write(bytes(10**<n> // 10 + 1))
 == shared memory filler
-open("/dev/shm/x<n>", "wb").write(bytes(100))
-print("ESCAPED")
+open("/dev/shm/x<n>", "wb").write(bytes(100)); print("ESCAPED")
 == socket
-import socket
-socket.create_connection(("127.0.0.1", <port>), 2)
-print("ESCAPED")
+import socket; socket.create_connection(("127.0.0.1", <port>), 2); print("ESCAPED")
 == socket of another family
-import socket
-socket.socket([2, 10, 16, 17, 38, 40, 2, 10, 16, 40][<n>], [1, 2, 3][<n> % 3])
-print("ESCAPED")
+import socket; socket.socket([2, 10, 16, 17, 38, 40, 2, 10, 16, 40][<n>], [1, 2, 3][<n> % 3]); print("ESCAPED")
 == names
-import socket
-socket.getaddrinfo("example<n>.org", 80)
-print("ESCAPED")
+import socket; socket.getaddrinfo("example<n>.org", 80); print("ESCAPED")
 == the host's file
-open("<secret>").read()
-print("ESCAPED")
+open("<secret>").read(); print("ESCAPED")
 == the host's accounts
 print("ESCAPED" * ("root" in open("/etc/passwd").read()))
 == other processes
@@ -59,57 +46,40 @@ import os
 for p in filter(str.isdigit, os.listdir("/proc")):
     print("ESCAPED" * ("pytest" in open(f"/proc/{p}/cmdline").read()))
 == environment
-import os
-print("ESCAPED" * ("TOKEN_OF_MINE" in str(os.environ) + open("/proc/1/environ").read()))
+import os; print("ESCAPED" * ("TOKEN_OF_MINE" in str(os.environ) + open("/proc/1/environ").read()))
 == write to the host
-open("<writable>/<n>", "w").write("x")
-print("ESCAPED")
+open("<writable>/<n>", "w").write("x"); print("ESCAPED")
 == write to Python
-import os
-open(os.__file__, "a").write("#")
-print("ESCAPED")
+import os; open(os.__file__, "a").write("#"); print("ESCAPED")
 == a link out
-import os
-os.symlink("<secret>", "/tmp/x")
-open("/tmp/x").read()
-print("ESCAPED")
+import os; os.symlink("<secret>", "/tmp/x"); open("/tmp/x").read(); print("ESCAPED")
 == the way up
-open("../" * <n> + ".." + "<secret>").read()
-print("ESCAPED")
+open("../" * <n> + ".." + "<secret>").read(); print("ESCAPED")
 == descriptors
 import os
 for fd in range(3, 1000):
     try:
-        os.read(fd, 10)
-        print("ESCAPED")
+        os.read(fd, 10); print("ESCAPED")
     except OSError:
         pass
 == signals to the parent
-import os
-os.kill(os.getppid(), 9)
-os.kill(1, 9)
+import os; os.kill(os.getppid(), 9); os.kill(1, 9)
 == signals to all
-import os
-os.kill(-1, 9 + <n>)
+import os; os.kill(-1, 9 + <n>)
 == ptrace
-import ctypes
-print("ESCAPED" * (ctypes.CDLL(None).ptrace(16, <pid>, 0, 0) == 0))
+import ctypes; print("ESCAPED" * (ctypes.CDLL(None).ptrace(16, <pid>, 0, 0) == 0))
 == memory of another process
-open("/proc/<pid>/mem", "rb").read(1)
-print("ESCAPED")
+open("/proc/<pid>/mem", "rb").read(1); print("ESCAPED")
 == mount
-import ctypes
-print("ESCAPED" * (ctypes.CDLL(None).mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0))
+import ctypes; print("ESCAPED" * (ctypes.CDLL(None).mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0))
 == namespaces
-import ctypes
-print("ESCAPED" * (ctypes.CDLL(None).unshare([0x10000000, 0x20000, 0x40000000][<n> % 3]) == 0))
+import ctypes; print("ESCAPED" * (ctypes.CDLL(None).unshare([0x10000000, 0x20000, 0x40000000][<n> % 3]) == 0))
 == endless output
 import sys
 while True:
     (sys.stdout if <n> % 2 else sys.stderr).write("x" * 10**<n>)
 == deep recursion
-import sys
-sys.setrecursionlimit(10**9)
+import sys; sys.setrecursionlimit(10**9)
 def f(x):
     return f(x + <n>) + 1
 f(0)

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,10 +50,8 @@ def test_program_reads_prints_and_ends() -> None:
     flood = run_python("print('x' * 10**6)")
     assert (len(flood.stdout), flood.stop_reason) == (16 * 1024, "output")
     assert "MemoryError" in run_python("x = 'x' * 2**30").stderr
-    assert (
-        run_python("import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()").stdout
-        == "1\n"
-    )
+    thread = "import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()"
+    assert run_python(thread).stdout == "1\n"
 
 
 def require_ended(programs: Callable[[], set[psutil.Process]]) -> None:
@@ -96,14 +93,12 @@ def test_hostile_programs_do_not_escape(tmp_path: Path, monkeypatch: pytest.Monk
         with ThreadPoolExecutor(4) as pool:
             found = [one for one in pool.map(try_program, chosen) if one[1]]
         assert found == []
-        monkeypatch.setattr(
-            sandbox, "_missing_requirement", lambda: "nothing, but the programs are to show that they can escape"
-        )
+        reason = "nothing, but the programs are to show that they can escape"
+        monkeypatch.setattr(sandbox, "_missing_requirement", lambda: reason)
         set_limits(SandboxConfig(time_s=TIME_S, allow_weak=True))
         harmless = [one for one in every if one[0] in UNSAFE_IF_WEAK][9::10]
         assert {kind for kind, output in map(try_program, harmless) if output} == UNSAFE_IF_WEAK
-    assert secret.read_text() == "mine"
-    assert Path(os.__file__).stat().st_mtime_ns == source
+    assert (secret.read_text(), Path(os.__file__).stat().st_mtime_ns) == ("mine", source)
     require_ended(running_programs)
     assert not (names(writable) | names(Path("/dev/shm"))) - before
     print(f"{len(chosen)} programs, longest {max(taken)[0]:.1f} s ({max(taken)[1]})")
@@ -140,19 +135,16 @@ def test_killed_scorer_ends_its_program_without_sandbox(tmp_path: Path, monkeypa
 
 @shut_in
 @pytest.mark.parametrize(("answer", "total", "parts"), [
-    (f"```python\n{ADDS}{SUMS}\n```", 1.0, (1.0, 1.0)),
-    (f"```python\n{ADDS}print(7)\n```", 2 / 3, (0.0, 1.0)),
+    (f"```python\n{ADDS}{SUMS}\n```", 1.0, (1.0, 1.0)), (f"```python\n{ADDS}print(7)\n```", 2 / 3, (0.0, 1.0)),
     ("```python\ndef add(a, b) return\n```", 0.0, (0.0, 0.0)),
-    ("```python\nimport sys\nprint(7)\nsys.exit(0)\n```", 1 / 3, (0.0, 1.0)),
-    ("the answer is 7", 0.0, (0.0, 0.0)),
+    ("```python\nimport sys\nprint(7)\nsys.exit(0)\n```", 1 / 3, (0.0, 1.0)), ("the answer is 7", 0.0, (0.0, 0.0)),
     ("", 0.0, (0.0, 1.0)),
     (f"```python\nif input() == '3 4':\n    print(7)\nelse:\n    exec({HANGS!r})\n```", 1 / 3, (0.0, 1.0)),
 ])  # fmt: skip
 def test_score_is_share_of_passed_tests(answer: str, total: float, parts: tuple[float, float]) -> None:
     tests = [{"stdin": "3 4\n", "stdout": "7"}, {"stdin": "1 1\n", "stdout": "2  \n"}, "assert add(2, 2) == 4"]
     found = code.score(answer, {"tests": json.dumps(tests)})
-    assert found.total == pytest.approx(total)
-    assert (found.parts["passed"], found.parts["compiles"]) == parts
+    assert (pytest.approx(found.total), found.parts["passed"], found.parts["compiles"]) == (total, *parts)
     tests = [{"stdin": text, "stdout": "9"} for text in ("08+1", "8+1", "+")]
     for order in (tests, tests[::-1]):  # a syntax error in eval fails one test
         found = code.score("```python\nprint(eval(input()))\n```", {"tests": json.dumps(order)})
@@ -170,39 +162,33 @@ def test_problem_files_and_bad_line(tmp_path: Path, artifacts_root: Path) -> Non
     problem = {"question": "Add two numbers.", "tests": [{"stdin": "1 2", "stdout": "3"}], "solution": "print(3)"}
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({**problem, "question": name}) + "\n")
-    config = load_config(
-        ["experiment=debug", "data=code", f"data.options=[{tmp_path}]", f"paths.root={artifacts_root}"]
-    )
-    found = build_dataset(config.data, seed=1, root=artifacts_root)
-    assert found.counts == {"train": 1, "validation": 1}
+    words = ["experiment=debug", "data=code", f"data.options=[{tmp_path}]", f"paths.root={artifacts_root}"]
+    data = load_config(words).data
+    assert build_dataset(data, seed=1, root=artifacts_root).counts == {"train": 1, "validation": 1}
     (tmp_path / "train.jsonl").write_text(json.dumps({**problem, "tests": [{"stdin": "1"}]}))
     with pytest.raises(DataError, match=r'train\.jsonl: line 1: tests: must be a list of .* got \[{"stdin": "1"}\]'):
-        build_dataset(config.data, seed=1, root=artifacts_root)
+        build_dataset(data, seed=1, root=artifacts_root)
 
 
-def test_missing_sandbox_is_refused_unless_weak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_root: Path
-) -> None:
+def test_missing_sandbox_is_refused_unless_weak(tmp_path, monkeypatch, artifacts_root):
     broken = tmp_path / "bin" / "bwrap"
     broken.parent.mkdir()
     broken.write_text("#!/bin/sh\necho 'setting up uid map: Permission denied' >&2\nexit 1\n")
-    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    broken.chmod(0o700)
     monkeypatch.setenv("PATH", str(broken.parent))
     sandbox._missing_requirement.cache_clear()
     try:
-        with pytest.raises(
-            # A machine without libseccomp reports that first.
-            ConfigError,
-            match=r"sandbox\.allow_weak: .* cannot be shut in .*(uid map: Permission denied|libseccomp)",
-        ):
+        # A machine without libseccomp reports that first.
+        why = "(uid map: Permission denied|libseccomp)"
+        with pytest.raises(ConfigError, match=rf"sandbox\.allow_weak: .* cannot be shut in .*{why}"):
             require_sandbox(SandboxConfig())
-        words = ["experiment=debug", "warm_start.enabled=false", f"paths.root={artifacts_root}",
-                 "data.environment=rlcore.rollout.tools:Tools", "episode.tools=[data.code:run_python]"]  # fmt: skip
-        scored = ["experiment=debug", "warm_start.enabled=false", f"paths.root={artifacts_root}", "data=code",
-                  f"data.options=[{tmp_path}]", "reward.deadline_s=10"]  # fmt: skip
-        for settings in (words, scored):
+        words = ["experiment=debug", "warm_start.enabled=false", f"paths.root={artifacts_root}"]
+        for more in (
+            ["data.environment=rlcore.rollout.tools:Tools", "episode.tools=[data.code:run_python]"],
+            ["data=code", f"data.options=[{tmp_path}]", "reward.deadline_s=10"],
+        ):
             with pytest.raises(ConfigError, match=r"sandbox\.allow_weak: programs of a model cannot be shut in"):
-                check_before_plan(load_config(settings))
+                check_before_plan(load_config([*words, *more]))
         set_limits(SandboxConfig(time_s=TIME_S, allow_weak=True))
         assert run_python("print(1)").stdout == "1\n"
         assert run_python("while True: pass", time_s=1.0).stop_reason == "time"
