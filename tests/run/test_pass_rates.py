@@ -24,19 +24,8 @@ from rlcore.config import (
 )
 from rlcore.errors import DataError, StopRequestedError
 from rlcore.evaluation.result import Response
+from rlcore.run import pass_rates
 from rlcore.run.layout import RunInputs, RunLayout
-from rlcore.run.pass_rates import (
-    SCHEMA,
-    TABLE,
-    PassRateMeasurement,
-    PassRates,
-    count_row,
-    facts_of,
-    find_pass_rates,
-    planned_pass_rates,
-    read_table,
-    row_digests,
-)
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Watchdog
 from rlcore.storage.manifest import read_manifest
@@ -65,7 +54,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 
 def table_of(run: SmallRun) -> Path:
-    return planned_pass_rates(run.config, run.inputs.filtered_directory) / TABLE
+    return pass_rates.planned_pass_rates(run.config, run.inputs.filtered_directory) / pass_rates.TABLE
 
 
 def test_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path: Path) -> None:
@@ -79,7 +68,7 @@ def test_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path: P
     stopped = session_of(run, on_event, lambda: bool(stops))
     with stopped as session, pytest.raises(StopRequestedError, match="20 of 48 rows are saved"):
         session.measure_pass_rates()
-    assert find_pass_rates(run.config, run.inputs) is None
+    assert pass_rates.find_pass_rates(run.config, run.inputs) is None
     shown: list[Event] = []
     run = elsewhere(measured, tmp_path, *COARSE, "pass_rates.rows_per_part=16")
     with session_of(run, shown.append) as session:
@@ -92,7 +81,7 @@ def test_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path: P
 
 
 def test_rows_are_selected_by_their_rate(measured: SmallRun, tmp_path: Path) -> None:
-    rates = [row["passes"] / row["samples"] for row in read_table(table_of(measured)).to_pylist()]
+    rates = [row["passes"] / row["samples"] for row in pass_rates.read_table(table_of(measured)).to_pylist()]
     root = Path(measured.config.paths.root)
     run = prepare(root, *BASE, "pass_rates.keep=[0.2,0.8]", "trainer.batch_size=2", "trainer.mini_batch_size=2")
     with session_of(run) as session:
@@ -134,7 +123,7 @@ FAILED = Response("c", 1.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", 
 
 
 def test_count_row_of_scored_and_failed_responses() -> None:
-    assert count_row(PROMPT, [RIGHT, WRONG, FAILED]) == {
+    assert pass_rates.count_row(PROMPT, [RIGHT, WRONG, FAILED]) == {
         "row_id": 7,
         "data_source": "countdown",
         "difficulty": 3,
@@ -147,24 +136,24 @@ def test_count_row_of_scored_and_failed_responses() -> None:
         "max_tokens": 9,
         "truncated": 2,
     }
-    nothing = count_row(PROMPT, [FAILED, replace(FAILED, finish_reason="stop")])
+    nothing = pass_rates.count_row(PROMPT, [FAILED, replace(FAILED, finish_reason="stop")])
     known = ("samples", "passes", "unscored", "mean_score", "mean_parts", "truncated")
     assert [nothing[name] for name in known] == [0, 0, 2, None, [], 1]
 
 
 def line(digest: str, passes: int, samples: int) -> Mapping[str, object]:
-    return {**count_row(PROMPT, [RIGHT]), "digest": digest, "passes": passes, "samples": samples}
+    return {**pass_rates.count_row(PROMPT, [RIGHT]), "digest": digest, "passes": passes, "samples": samples}
 
 
 def lines_table(*lines: Mapping[str, object]) -> pa.Table:
-    return pa.Table.from_pylist(list(lines), schema=SCHEMA)
+    return pa.Table.from_pylist(list(lines), schema=pass_rates.SCHEMA)
 
 
 def test_row_digest_depends_on_prompt_and_truth(tmp_path: Path) -> None:
     def digests(*rows: tuple[list[int], str]) -> list[str]:
         ids, truths = pa.array([ids for ids, _ in rows]), [truth for _, truth in rows]
         pq.write_table(pa.table({"prompt_ids": ids, "ground_truth_json": truths}), tmp_path / "rows.parquet")
-        return row_digests(tmp_path / "rows.parquet")
+        return pass_rates.row_digests(tmp_path / "rows.parquet")
 
     first, again, longer, other, cut = digests(
         ([1, 2], "x"), ([1, 2], "x"), ([1, 2, 3], "x"), ([1, 2], "y"), ([2], "x")
@@ -178,13 +167,13 @@ def test_row_digest_depends_on_prompt_and_truth(tmp_path: Path) -> None:
 def test_read_table_refuses_other_files(tmp_path: Path) -> None:
     file = tmp_path / "pass_rates.parquet"
     pq.write_table(lines_table(line("a", 1, 4)), file)
-    assert read_table(file).num_rows == 1
+    assert pass_rates.read_table(file).num_rows == 1
     pq.write_table(pa.table({"a": [1]}), file)
     with pytest.raises(DataError, match=rf"^{file}: must have the columns row_id, data_source, .* truncated, got a$"):
-        read_table(file)
+        pass_rates.read_table(file)
     file.write_bytes(b"")
     with pytest.raises(DataError, match=rf"^{file}: cannot be read as a table of pass rates .*\. Delete its folder$"):
-        read_table(file)
+        pass_rates.read_table(file)
 
 
 def filtered_rows(folder: Path, *truths: str) -> Path:
@@ -195,10 +184,10 @@ def filtered_rows(folder: Path, *truths: str) -> Path:
 
 
 def publish_table(directory: Path, filtered: Path, **changes: str) -> None:
-    lines = [line(digest, place, 4) for place, digest in enumerate(row_digests(filtered / "train.parquet"))]
+    lines = [line(digest, place, 4) for place, digest in enumerate(pass_rates.row_digests(filtered / "train.parquet"))]
     table = lines_table(*lines)
-    with published_directory(directory, {**facts_of(table, 4), **changes}) as folder:
-        pq.write_table(table, folder / TABLE)
+    with published_directory(directory, {**pass_rates.facts_of(table, 4), **changes}) as folder:
+        pq.write_table(table, folder / pass_rates.TABLE)
 
 
 def of_table(root: Path) -> RunConfig:
@@ -208,14 +197,14 @@ def of_table(root: Path) -> RunConfig:
 def test_damaged_table_of_the_run_is_set_aside(tmp_path: Path) -> None:
     filtered = filtered_rows(tmp_path / "f", "x", "y", "z")
     config, inputs = of_table(tmp_path), RunInputs(filtered, tmp_path / "t")
-    assert find_pass_rates(config, inputs) is None
-    directory = planned_pass_rates(config, filtered)
+    assert pass_rates.find_pass_rates(config, inputs) is None
+    directory = pass_rates.planned_pass_rates(config, filtered)
     publish_table(directory, filtered, kind="another")
-    found = find_pass_rates(config, inputs)
+    found = pass_rates.find_pass_rates(config, inputs)
     assert (found.directory, found.part_sizes, found.settings) == (directory, (3,), config.pass_rates)
     assert (found.counts.passes.tolist(), found.counts.samples.tolist()) == ([0, 1, 2], [4, 4, 4])
-    flip(directory / TABLE)
-    assert find_pass_rates(config, inputs) is None
+    flip(directory / pass_rates.TABLE)
+    assert pass_rates.find_pass_rates(config, inputs) is None
     assert not directory.exists()
 
 
@@ -226,7 +215,7 @@ def test_environment_settings_change_the_table(tmp_path: Path) -> None:
     for config in (plain, talking):
         for episode in ({}, {"max_turns": 17}, {"deadline_s": 77.0}):
             changed = config.model_copy(update={"episode": config.episode.model_copy(update=episode)})
-            names.append(planned_pass_rates(changed, Path("f")).name)
+            names.append(pass_rates.planned_pass_rates(changed, Path("f")).name)
     one, turns, deadline, with_turns, other_turns, other_deadline = names
     assert one == turns == deadline, "without an environment they have no effect"
     assert with_turns == other_deadline, "a deadline changes no number"
@@ -257,7 +246,7 @@ class FakeWorkers:
         ]
 
 
-def measuring(root: Path, workers: FakeWorkers, events: list[Mapping[str, object]]) -> PassRateMeasurement:
+def measuring(root: Path, workers: FakeWorkers, events: list[Mapping[str, object]]) -> pass_rates.PassRateMeasurement:
     config = RunConfig(
         pass_rates=PassRatesConfig(samples=2, rows_per_part=2),
         paths=PathsConfig(root=str(root)),
@@ -269,7 +258,7 @@ def measuring(root: Path, workers: FakeWorkers, events: list[Mapping[str, object
     layout.run_dir.mkdir(exist_ok=True)
     guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=events.append, abandon=lambda error: None)
     inputs = RunInputs(root / "f", root / "t")
-    return PassRateMeasurement(config, inputs, guard, workers.training_prompts, workers.training_responses)
+    return pass_rates.PassRateMeasurement(config, inputs, guard, workers.training_prompts, workers.training_responses)
 
 
 def test_table_is_measured_in_parts_with_progress(tmp_path: Path) -> None:
@@ -309,9 +298,9 @@ def test_scorer_that_always_fails_makes_no_table(tmp_path: Path) -> None:
 
 def rates_of(
     *rows: tuple[int, int], parts: tuple[int, ...], keep: tuple[float, float] = (0, 1), folder: Path = Path("t")
-) -> PassRates:
+) -> pass_rates.PassRates:
     counts = PassCounts.of([passes for passes, _ in rows], [samples for _, samples in rows])
-    return PassRates(folder, counts, parts, PassRatesConfig(samples=4, keep=keep))
+    return pass_rates.PassRates(folder, counts, parts, PassRatesConfig(samples=4, keep=keep))
 
 
 def test_pass_rate_metrics() -> None:
@@ -362,7 +351,7 @@ def test_planned_folder_of_a_table(tmp_path: Path) -> None:
             model=ModelConfig(path=None if model is None else str(model)),
             paths=PathsConfig(root=str(tmp_path)),
         )
-        return planned_pass_rates(config, Path("filtered/0123"))
+        return pass_rates.planned_pass_rates(config, Path("filtered/0123"))
 
     names = [planned(PassRatesConfig(samples=2))]
     assert names[0].parent == tmp_path / "pass-rates"

@@ -191,22 +191,17 @@ def of(*words: str) -> RunConfig:
     return load_config(["experiment=debug", "warm_start.check_every=4", *words])
 
 
-@pytest.mark.parametrize(
-    ("words", "step", "best_step", "metrics", "learned"),
-    [
-        (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.5}, True),
-        (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.49}, False),
-        (("warm_start.stop_at_reward=0.5",), 8, 0, {}, False),
-        (("warm_start.stop_at_reward=null",), 8, 0, {"sft/reward": 1.0, "sft/held_out_loss": 1.0}, False),
-        (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
-        (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 11, 4, {"sft/held_out_loss": 1.0}, False),
-        (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 40, 4, {}, False),
-        (("warm_start.stop_at_reward=0.5", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
-    ],
-)
-def test_training_ends_by_reward_and_patience(
-    words: tuple[str, ...], step: int, best_step: int, metrics: dict[str, float], learned: bool
-) -> None:
+@pytest.mark.parametrize(("words", "step", "best_step", "metrics", "learned"), [
+    (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.5}, True),
+    (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.49}, False),
+    (("warm_start.stop_at_reward=0.5",), 8, 0, {}, False),
+    (("warm_start.stop_at_reward=null",), 8, 0, {"sft/reward": 1.0, "sft/held_out_loss": 1.0}, False),
+    (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
+    (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 11, 4, {"sft/held_out_loss": 1.0}, False),
+    (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 40, 4, {}, False),
+    (("warm_start.stop_at_reward=0.5", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
+])  # fmt: skip
+def test_training_ends_by_reward_and_patience(words, step, best_step, metrics, learned) -> None:
     assert has_learned(of(*words), step, best_step, metrics) is learned
 
 
@@ -236,15 +231,12 @@ def training(config: RunConfig, **found: float) -> Any:
     return cast(Any, SimpleNamespace(_config=config, workers=workers))
 
 
-@pytest.mark.parametrize(
-    ("found", "best"),
-    [
-        ({"sft/held_out_loss": 1.5}, (-1.5, 8)),
-        ({"sft/held_out_loss": 2.0}, (-2.0, 4)),
-        ({"sft/held_out_loss": 3.0}, (-2.0, 4)),
-        ({"sft/reward": 1.0}, (-2.0, 4)),
-    ],
-)
+@pytest.mark.parametrize(("found", "best"), [
+    ({"sft/held_out_loss": 1.5}, (-1.5, 8)),
+    ({"sft/held_out_loss": 2.0}, (-2.0, 4)),
+    ({"sft/held_out_loss": 3.0}, (-2.0, 4)),
+    ({"sft/reward": 1.0}, (-2.0, 4)),
+])  # fmt: skip
 def test_first_lowest_held_out_loss_is_best(found: dict[str, float], best: tuple[float, int]) -> None:
     before = LoopState(8, 0, 0, 0, 0.0, best_metric=-2.0, best_step=4)
     metrics, after = SupervisedTraining._evaluate(training(of(), **found), before)

@@ -63,9 +63,7 @@ def answers(run: SmallRun, name: str) -> list[str]:
 
 
 @WHOLE_AND_LORA
-def test_validations_are_of_the_models_before_and_after(
-    finished: Finished, tmp_path: Path, more: tuple[str, ...]
-) -> None:
+def test_validations_are_of_the_models_before_and_after(finished, tmp_path, more) -> None:
     run = finished(more)
     (base,) = [folder for folder in run.model_directory.parent.iterdir() if folder != run.model_directory]
     expected = {}

@@ -159,19 +159,15 @@ def test_stop_during_the_start_is_handled(root: Path) -> None:
     assert while_models_load == "started, asked to stop: True"
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(3, 4),
-        torch.randn(3, 4).bfloat16(),
-        torch.randn(4, 6).t()[1:],
-        torch.tensor([True, False]),
-        torch.tensor(-7),
-        torch.zeros(0, 3, dtype=torch.float64),
-        torch.nn.Linear(2, 2).weight.sum(0),
-    ],
-    ids=lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}-{list(tensor.shape)}",
-)
+@pytest.mark.parametrize("tensor", [
+    torch.randn(3, 4),
+    torch.randn(3, 4).bfloat16(),
+    torch.randn(4, 6).t()[1:],
+    torch.tensor([True, False]),
+    torch.tensor(-7),
+    torch.zeros(0, 3, dtype=torch.float64),
+    torch.nn.Linear(2, 2).weight.sum(0),
+], ids=lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}-{list(tensor.shape)}")  # fmt: skip
 def test_tensor_round_trip(tensor: torch.Tensor) -> None:
     found = as_tensor(pickle.loads(pickle.dumps(as_array(tensor))))
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)

@@ -79,9 +79,7 @@ def is_same(one: Found, other: Found) -> bool:
 
 
 @pytest.mark.parametrize("environment", ["Counting", "Greeting"])
-def test_episode_tokens_are_the_engines(
-    run: SmallRun, group: LocalGroup, environment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_episode_tokens_are_the_engines(run, group, environment, monkeypatch) -> None:
     turns: list[tuple[SamplingRequest, Rollout]] = []
     stream = HfEngine.stream
 
@@ -126,9 +124,7 @@ def test_episode_tokens_are_the_engines(
     torch.testing.assert_close(packed.behavior_logprobs[mask], logprobs[mask], rtol=1e-5, atol=1e-5)
 
 
-def test_episodes_are_independent_of_processes(
-    run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_episodes_are_independent_of_processes(run, group, tmp_path, monkeypatch) -> None:
     lost: list[tuple[int, str]] = []
     plain = play(with_environment(run, "Counting", num_processes=1), group)
     assert is_same(plain, play(with_environment(run, "Counting", num_processes=3), group, unscored=lost))
@@ -141,9 +137,7 @@ def test_episodes_are_independent_of_processes(
     assert (tmp_path / "killed").exists()
 
 
-def test_unrepeatable_episodes_of_killed_process_are_lost(
-    run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unrepeatable_episodes_of_killed_process_are_lost(run, group, tmp_path, monkeypatch) -> None:
     plain = play(with_environment(run, "Counting", num_processes=2), group)
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
     found = play(with_environment(run, "KilledForGood", num_processes=2), group)

@@ -25,14 +25,7 @@ from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_request
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
-from rlcore.trainer import PhaseClock
-from rlcore.trainer.experience import (
-    ExperienceCollector,
-    ResponseSampler,
-    StreamScorer,
-    count_solved,
-    split_requests,
-)
+from rlcore.trainer import PhaseClock, experience
 from rlcore.types import Rollout
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
@@ -54,20 +47,15 @@ TEACHES, EQUAL, LOST = (0.0, 1.0), (1.0, 1.0), (None, None)
 DYNAMIC = ("algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_refills=2")
 
 
-@pytest.mark.parametrize(
-    ("totals", "rounds", "texts", "dropped"),
-    [
-        ([TEACHES, TEACHES, TEACHES], [[0, 1, 2]], [0, 1, 2], []),
-        ([TEACHES, EQUAL, TEACHES, TEACHES], [[0, 1, 2], [3]], [0, 2, 3], [1]),
-        ([EQUAL, LOST, TEACHES, EQUAL, TEACHES, EQUAL], [[0, 1, 2], [3, 4], [5]], [2, 4, 0], [1, 3, 5]),
-        ([EQUAL] * 9, [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [0, 1, 2], [3, 4, 5, 6, 7, 8]),
-    ],
-)
-def test_groups_without_signal_are_replaced(
-    totals: list[Sequence[float | None]], rounds: list[list[int]], texts: list[int], dropped: list[int]
-) -> None:
+@pytest.mark.parametrize(("totals", "rounds", "texts", "dropped"), [
+    ([TEACHES, TEACHES, TEACHES], [[0, 1, 2]], [0, 1, 2], []),
+    ([TEACHES, EQUAL, TEACHES, TEACHES], [[0, 1, 2], [3]], [0, 2, 3], [1]),
+    ([EQUAL, LOST, TEACHES, EQUAL, TEACHES, EQUAL], [[0, 1, 2], [3, 4], [5]], [2, 4, 0], [1, 3, 5]),
+    ([EQUAL] * 9, [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [0, 1, 2], [3, 4, 5, 6, 7, 8]),
+])  # fmt: skip
+def test_groups_without_signal_are_replaced(totals, rounds, texts, dropped) -> None:
     answerer = Written(make_config(*DYNAMIC), dict(enumerate(totals)))
-    found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+    found = experience.ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert [[request.prompt.prompt_id for request in asked[::2]] for asked in answerer.asked] == rounds
     seeds = [request.seed for asked in answerer.asked for request in asked]
     places = [(group, sample) for group in range(len(seeds) // 2) for sample in (0, 1)]
@@ -88,7 +76,7 @@ def test_groups_without_signal_are_replaced(
 def test_all_unscored_error() -> None:
     answerer = Written(make_config(), dict.fromkeys(range(12), LOST))
     with pytest.raises(UnscoredError) as caught:
-        ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+        experience.ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     scorer = answerer.config.data.scorer
     message = f"step 5: has no metrics, for 6 responses have no score; {scorer} failed, the last time: no scorer"
     assert str(caught.value) == message
@@ -98,7 +86,7 @@ def test_remax_baseline_is_one_greedy_response() -> None:
     """The greedy sample has index -1: the last score of the prompt."""
     totals: dict[int, Sequence[float | None]] = {0: (0.0, 0.25), 1: (1.0, None), 2: (0.5, 0.75)}
     answerer = Written(make_config("algo=remax"), totals)
-    found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+    found = experience.ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert answerer.asked[1] == [SamplingRequest(prompt, -1, seed=0) for prompt in PROMPTS[:3]]
     assert answerer.temperatures == [1.0, 0.0]
     assert found.greedy_scores is not None
@@ -110,7 +98,7 @@ def test_remax_baseline_is_one_greedy_response() -> None:
 def test_overlong_penalty_in_total_and_parts() -> None:
     words = ("algo.overlong.enabled=true", "algo.overlong.buffer_tokens=2", "rollout.max_response_tokens=3")
     answerer = Written(make_config("algo=remax", *words), dict.fromkeys(range(12), (1.0, 1.0)))
-    found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+    found = experience.ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert [score.total for score in found.scores] == [1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
     assert [score.parts for score in found.scores[::2]] == [
         {"correct": 1.0, "overlong": 0.0}, {"correct": 1.0, "overlong": -0.5}, {"correct": 1.0, "overlong": -1.0}
@@ -130,24 +118,26 @@ def test_all_groups_count_in_pass_counts() -> None:
         def set_weights(self, weights: np.ndarray) -> None:
             weighed.append(weights.tolist())
 
-    found = ExperienceCollector(answerer, Unweighed(PROMPTS, seed=1), counted).collect(START, PhaseClock())
+    found = experience.ExperienceCollector(answerer, Unweighed(PROMPTS, seed=1), counted).collect(START, PhaseClock())
     assert weighed == [[1.0] * 12], "once a step"
     after = PassCounts.read(found.pass_counts, 12)
     assert after.samples.tolist() == [2, 0, 2, 1, 2, 2, *[0] * 6]
     assert after.passes.tolist() == [2, 0, 1, 1, 1, 1, *[0] * 6]
     assert found.pass_metrics["pass_rates/rows_retired"] == 2.0
     tally = {7: (1, 3)}
-    count_solved([answerer._written(SamplingRequest(PROMPTS[number], 1, 0)) for number in (0, 2, 2, 1)], tally)
+    experience.count_solved(
+        [answerer._written(SamplingRequest(PROMPTS[number], 1, 0)) for number in (0, 2, 2, 1)], tally
+    )
     assert tally == {7: (1, 3), 0: (1, 1), 2: (2, 2)}
 
 
 def test_split_requests_keeps_prompts_together() -> None:
     requests = [SamplingRequest(PROMPTS[number], sample, 0) for number in (5, 0, 1) for sample in range(2)]
-    assert split_requests(requests, 1) == [[0, 1, 2, 3, 4, 5]]
-    assert split_requests(requests, 2) == [[0, 1], [2, 3, 4, 5]]
-    assert split_requests(requests, 4) == [[0, 1], [4, 5], [2, 3], []]
+    assert experience.split_requests(requests, 1) == [[0, 1, 2, 3, 4, 5]]
+    assert experience.split_requests(requests, 2) == [[0, 1], [2, 3, 4, 5]]
+    assert experience.split_requests(requests, 4) == [[0, 1], [4, 5], [2, 3], []]
     twice = [replace(request, seed=1) for request in requests[:2]]
-    assert split_requests([*requests[:2], *requests[2:4], *twice], 3) == [[0, 1], [4, 5], [2, 3]]
+    assert experience.split_requests([*requests[:2], *requests[2:4], *twice], 3) == [[0, 1], [4, 5], [2, 3]]
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +179,9 @@ def test_streamed_scores_equal_batch_scores(run: SmallRun, group: LocalGroup) ->
     requests = make_requests(problems.stream.take(0, 8), 4, run_seed=1, stream=1, step=1)
     group.each(Worker.sync_weights, 3)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        sampler = ResponseSampler(run.config, group, scoring, problems.decode)
+        sampler = experience.ResponseSampler(run.config, group, scoring, problems.decode)
         plain = sampler.generate(requests, SamplingConfig(), policy_version=3)
-        early = StreamScorer(scoring, problems.decode, has_processes=True)
+        early = experience.StreamScorer(scoring, problems.decode, has_processes=True)
         streamed = sampler.generate(requests, SamplingConfig(), policy_version=3, on_finished=early.submit)
         scored = early.collect()
         assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
@@ -199,7 +189,7 @@ def test_streamed_scores_equal_batch_scores(run: SmallRun, group: LocalGroup) ->
         scores = scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
         assert scored == dict(enumerate(zip(scores, texts, strict=True)))
         for has_processes in (False, True):
-            late_first = StreamScorer(scoring, problems.decode, has_processes=has_processes)
+            late_first = experience.StreamScorer(scoring, problems.decode, has_processes=has_processes)
             for pair in reversed(list(enumerate(plain))):
                 late_first.submit([pair])
             assert late_first.collect() == scored
@@ -211,7 +201,7 @@ def test_stale_rollout_raises_before_scoring(run: SmallRun, group: LocalGroup) -
     group.each(Worker.sync_weights, 3)
     scored: list[Any] = []
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        sampler = ResponseSampler(run.config, group, scoring, problems.decode)
+        sampler = experience.ResponseSampler(run.config, group, scoring, problems.decode)
         with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
             sampler.generate(requests, SamplingConfig(), policy_version=4, on_finished=scored.append)
     assert scored == []
@@ -224,8 +214,8 @@ def test_dynamic_sampling_ignores_overlong_penalty(tmp_path: Path) -> None:
     problems = Problems.read(untrained.config, untrained.inputs)
     workers = LocalGroup(untrained.config, str(untrained.model_directory))
     with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
-        collector = ExperienceCollector(
-            ResponseSampler(untrained.config, workers, scoring, problems.decode), problems.stream
+        collector = experience.ExperienceCollector(
+            experience.ResponseSampler(untrained.config, workers, scoring, problems.decode), problems.stream
         )
         workers.each(Worker.sync_weights, 0)
         found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
@@ -241,11 +231,12 @@ def test_prepared_prompts_belong_to_their_step(run: SmallRun, group: LocalGroup)
     problems = Problems.read(run.config, run.inputs)
     group.each(Worker.sync_weights, 0)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        answerer = ResponseSampler(run.config, group, scoring, problems.decode)
+        answerer = experience.ResponseSampler(run.config, group, scoring, problems.decode)
         fresh = [
-            ExperienceCollector(answerer, problems.stream).collect(state, PhaseClock()) for state in (first, second)
+            experience.ExperienceCollector(answerer, problems.stream).collect(state, PhaseClock())
+            for state in (first, second)
         ]
-        ahead = ExperienceCollector(answerer, problems.stream)
+        ahead = experience.ExperienceCollector(answerer, problems.stream)
         ahead.prepare(second)
         for state, expected in zip((second, first, second), (fresh[1], *fresh), strict=True):
             found = ahead.collect(state, PhaseClock())

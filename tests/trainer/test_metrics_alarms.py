@@ -132,18 +132,15 @@ def make_experience(totals: list[float | None], groups: list[int], reasons: str 
     return Experience(rollouts, scores, tuple(groups), ("",) * len(groups), len(set(groups)), 0, None)
 
 
-@pytest.mark.parametrize(
-    ("totals", "groups", "has_alarm"),
-    [
-        ([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], True),
-        ([1.0, 1.0, 0.0, 0.5], [0, 0, 1, 1], False),
-        ([1.0, 1.0, 0.0, None], [0, 0, 1, 1], True),
-        ([1.0, None, 0.0, None], [0, 0, 1, 1], False),
-        ([0.0, None, None, None], [0, 0, 1, 1], False),
-        ([0.0, 0.0, None, None], [0, 0, 1, 1], True),
-        ([0.0, 0.0], [0, 1], False),
-    ],
-)
+@pytest.mark.parametrize(("totals", "groups", "has_alarm"), [
+    ([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], True),
+    ([1.0, 1.0, 0.0, 0.5], [0, 0, 1, 1], False),
+    ([1.0, 1.0, 0.0, None], [0, 0, 1, 1], True),
+    ([1.0, None, 0.0, None], [0, 0, 1, 1], False),
+    ([0.0, None, None, None], [0, 0, 1, 1], False),
+    ([0.0, 0.0, None, None], [0, 0, 1, 1], True),
+    ([0.0, 0.0], [0, 1], False),
+])  # fmt: skip
 def test_equal_scores_alarm(root: Path, totals: list[float | None], groups: list[int], has_alarm: bool) -> None:
     config = load_config(["experiment=debug", f"paths.root={root}"])
     text = "all groups have responses of one score each: nothing to learn from"

@@ -28,18 +28,7 @@ from rlcore.trainer.update import SharedBatch, Update
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.small_run import SmallRun, other_model, prepare, train
-from tests.trainer.batches import (
-    POLICY,
-    PROMPTS,
-    UPDATE,
-    InOrder,
-    Ranks,
-    Written,
-    make_estimate,
-    make_experience,
-    pack_experience,
-    rank_updates,
-)
+from tests.trainer import batches
 
 STEPS = 3
 Usual = Callable[[str], list[dict[str, float]]]
@@ -85,22 +74,18 @@ def test_gradient_checkpointing_keeps_metrics(root: Path, usual: Usual, algo: st
     assert_close(usual(algo), run_steps(prepare(root, f"algo={algo}", "model.gradient_checkpointing=true")), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        *((f"algo={name}",) for name in ("opo", "remax", "reinforce_pp", "gspo", "cispo")),
-        ("algo=dapo", "algo.overlong.buffer_tokens=4"),
-        ("algo.kl.where=reward", "algo.kl.coef=0.01", "algo.kl.adaptive=true"),
-        ("algo.importance.mode=mask", "algo.importance.level=sequence", "algo.rejection.level=sequence-mean"),
-        ("algo.off_policy_mask=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
-        ("algo.policy_loss=kl_cov", "algo.policy_loss_options.share=0.2", "trainer.mini_batch_size=4"),
-        ("algo.top_entropy=0.2", "algo.clip_cov.share=0.1", "algo.clip_cov.low=0.01"),
-        ("algo.advantage=gdpo", "reward.weights={correct:1.0,format:0.2}", "reward.num_processes=1"),
-        ("algo=dr_grpo", "algo.entropy_coef=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
-        ("model.lora.rank=4", "algo=ppo"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("overrides", [
+    *((f"algo={name}",) for name in ("opo", "remax", "reinforce_pp", "gspo", "cispo")),
+    ("algo=dapo", "algo.overlong.buffer_tokens=4"),
+    ("algo.kl.where=reward", "algo.kl.coef=0.01", "algo.kl.adaptive=true"),
+    ("algo.importance.mode=mask", "algo.importance.level=sequence", "algo.rejection.level=sequence-mean"),
+    ("algo.off_policy_mask=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
+    ("algo.policy_loss=kl_cov", "algo.policy_loss_options.share=0.2", "trainer.mini_batch_size=4"),
+    ("algo.top_entropy=0.2", "algo.clip_cov.share=0.1", "algo.clip_cov.low=0.01"),
+    ("algo.advantage=gdpo", "reward.weights={correct:1.0,format:0.2}", "reward.num_processes=1"),
+    ("algo=dr_grpo", "algo.entropy_coef=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
+    ("model.lora.rank=4", "algo=ppo"),
+], ids=" ".join)  # fmt: skip
 def test_all_methods_take_finite_steps(root: Path, overrides: tuple[str, ...]) -> None:
     for step in run_steps(prepare(root, *overrides), 2):
         for name, value in step.items():
@@ -225,35 +210,35 @@ ADAPTIVE = ("algo.kl.where=reward", "algo.kl.coef=0.5", "algo.kl.adaptive=true",
 CONTROLLED = ("algo.entropy_control.target=3.0", "algo.entropy_control.step=0.25")
 
 
-def trainer(*overrides: str, failures: Path = Path(), ranks: Ranks | None = None) -> Trainer:
+def trainer(*overrides: str, failures: Path = Path(), ranks: batches.Ranks | None = None) -> Trainer:
     config = load_config(["experiment=debug", *overrides])
-    collector = ExperienceCollector(Written(config, {}), InOrder(PROMPTS, seed=1))
-    return Trainer(config, ranks or Ranks(), collector, failures=failures)
+    collector = ExperienceCollector(batches.Written(config, {}), batches.InOrder(batches.PROMPTS, seed=1))
+    return Trainer(config, ranks or batches.Ranks(), collector, failures=failures)
 
 
 def state_after(update: Update, *overrides: str, kl: float | None = None) -> LoopState:
     """Return the state after a step of four responses (three scored, 19 tokens, five prompts drawn)."""
-    found = replace(make_experience(), pass_counts="counts")
-    estimate = replace(make_estimate(pack_experience(found)), kl_in_reward=kl)
+    found = replace(batches.make_experience(), pass_counts="counts")
+    estimate = replace(batches.make_estimate(batches.pack_experience(found)), kl_in_reward=kl)
     return trainer(*overrides)._state_after(STATE, found, estimate, update)
 
 
 def test_state_after_step() -> None:
     resumed = replace(STATE, step=5, policy_version=6, num_prompts_drawn=25, num_tokens=1_019, pass_counts="counts")
-    assert state_after(Update()) == state_after(UPDATE) == resumed
-    assert state_after(UPDATE, *ADAPTIVE) == resumed, "no KL was measured"
-    assert state_after(UPDATE, kl=0.11).kl_coef == 0.5
-    assert state_after(UPDATE, *ADAPTIVE, kl=0.11).kl_coef == pytest.approx(0.5 * (1 + 0.1 * 3 / 100))
-    assert float(POLICY.entropy_sum / POLICY.num_tokens) == 2.5
-    assert state_after(UPDATE, *CONTROLLED).entropy_added == 0.375
+    assert state_after(Update()) == state_after(batches.UPDATE) == resumed
+    assert state_after(batches.UPDATE, *ADAPTIVE) == resumed, "no KL was measured"
+    assert state_after(batches.UPDATE, kl=0.11).kl_coef == 0.5
+    assert state_after(batches.UPDATE, *ADAPTIVE, kl=0.11).kl_coef == pytest.approx(0.5 * (1 + 0.1 * 3 / 100))
+    assert float(batches.POLICY.entropy_sum / batches.POLICY.num_tokens) == 2.5
+    assert state_after(batches.UPDATE, *CONTROLLED).entropy_added == 0.375
     for skipped, is_changed in ((0.5, True), (1.0, False)):
-        found = state_after(replace(UPDATE, share_skipped=skipped), *ADAPTIVE, *CONTROLLED, kl=0.11)
+        found = state_after(replace(batches.UPDATE, share_skipped=skipped), *ADAPTIVE, *CONTROLLED, kl=0.11)
         assert (found.kl_coef > 0.5, found.entropy_added > 0.125) == (is_changed, is_changed)
 
 
 def shared_batch(config: RunConfig) -> SharedBatch:
-    packed = pack_experience(make_experience())
-    batch = replace(make_estimate(packed).batch, old_logprobs=packed.behavior_logprobs)  # of the same memory
+    packed = batches.pack_experience(batches.make_experience())
+    batch = replace(batches.make_estimate(packed).batch, old_logprobs=packed.behavior_logprobs)  # of the same memory
     return SharedBatch.split(config, batch, Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, 2))
 
 
@@ -262,17 +247,17 @@ def test_only_skip_alarms_skip_update() -> None:
     for old, measured in (("recompute", True), ("behavior", False)):
         one = trainer(f"trainer.old_logprobs={old}")
         shared = shared_batch(one._config)
-        skipped = one._update(STATE, make_experience(), shared, alarms, PhaseClock())
+        skipped = one._update(STATE, batches.make_experience(), shared, alarms, PhaseClock())
         assert skipped.share_skipped == 1.0
         assert (skipped.logprobs_before is shared.batch.old_logprobs) == measured
         with pytest.raises(AssertionError, match="have no results"):
-            one._update(STATE, make_experience(), shared, alarms[:1], PhaseClock())
+            one._update(STATE, batches.make_experience(), shared, alarms[:1], PhaseClock())
 
 
 @pytest.mark.parametrize("action", ["stop", "skip"])
 @pytest.mark.parametrize("bad", [False, True])
 def test_non_finite_update_saves_batch(tmp_path: Path, action: str, bad: bool) -> None:
-    ranks = Ranks([rank_updates(PolicyStatistics, [], failed=True)] * 2, [])
+    ranks = batches.Ranks([batches.rank_updates(PolicyStatistics, [], failed=True)] * 2, [])
     one = trainer(f"alarms.non_finite={action}", failures=tmp_path / "run" / "failures", ranks=ranks)
     shared = shared_batch(one._config)
     if bad:
@@ -282,11 +267,11 @@ def test_non_finite_update_saves_batch(tmp_path: Path, action: str, bad: bool) -
     text = f"step 5: no number Batch saved to {file}; non-finite inputs in {rows}."
     if action == "stop":
         with pytest.raises(NonFiniteError) as caught:
-            one._update(STATE, make_experience(), shared, (), PhaseClock())
+            one._update(STATE, batches.make_experience(), shared, (), PhaseClock())
         assert str(caught.value) == text
         assert str(caught.value.__cause__) == "no number"
     else:
-        found = one._update(STATE, make_experience(), shared, (), PhaseClock())
+        found = one._update(STATE, batches.make_experience(), shared, (), PhaseClock())
         assert (str(found.failure), found.share_skipped) == (text, 1.0)
     answers = json.loads(file.with_suffix(".json").read_text())
     assert answers[2] == {

@@ -17,15 +17,7 @@ from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, KlConfig
 from rlcore.config.base import Section
 from rlcore.config.compose import load_config
-from rlcore.trainer import PhaseClock
-from rlcore.trainer.update import (
-    SharedBatch,
-    Update,
-    apply_selection,
-    needs_old_logprobs,
-    num_optimizer_steps,
-    update_models,
-)
+from rlcore.trainer import PhaseClock, update
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.worker import Worker
 from tests.helpers.settings import settings
@@ -47,41 +39,35 @@ def with_target(target: float) -> AlgoConfig:
     return AlgoConfig().model_copy(update={"entropy_control": control})
 
 
-@pytest.mark.parametrize(
-    ("settings_of", "more"),
-    [
-        (AlgoConfig(), {}),
-        (AlgoConfig(kl=KlConfig(where="reward")), {}),
-        (AlgoConfig(kl=KlConfig(where="loss")), {"actor/kl_loss": 3.0, "actor/ref_kl": 0.25}),
-        (AlgoConfig(aggregation="seq-mean-token-mean"), {"actor/token_entropy": 2.5}),
-        (with_target(0.3), {"actor/entropy_coef": 0.01}),
-    ],
-)
+@pytest.mark.parametrize(("settings_of", "more"), [
+    (AlgoConfig(), {}),
+    (AlgoConfig(kl=KlConfig(where="reward")), {}),
+    (AlgoConfig(kl=KlConfig(where="loss")), {"actor/kl_loss": 3.0, "actor/ref_kl": 0.25}),
+    (AlgoConfig(aggregation="seq-mean-token-mean"), {"actor/token_entropy": 2.5}),
+    (with_target(0.3), {"actor/entropy_coef": 0.01}),
+])  # fmt: skip
 def test_update_metrics_by_settings(settings_of: AlgoConfig, more: dict[str, float]) -> None:
     assert UPDATE.metrics(settings_of) == {**OF_CRITIC, **OF_POLICY, **more}
-    assert Update(critic=UPDATE.critic).metrics(settings_of) == OF_CRITIC
+    assert update.Update(critic=UPDATE.critic).metrics(settings_of) == OF_CRITIC
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", False),
-        ("trainer.mini_batch_size=2", True),
-        ("trainer.epochs_per_batch=2", True),
-        ("algo.importance.mode=truncate", True),
-        ("algo.rejection.level=sequence-mean", True),
-        ("algo.kl.where=reward", True),
-        ("algo.kl.where=loss", False),
-        ("algo.top_entropy=0.9", True),
-        ("algo.clip_cov.share=0.1", True),
-        ("algo.policy_loss=kl_cov", True),
-        ("trainer.old_logprobs=recompute", True),
-        ("trainer.old_logprobs=behavior trainer.mini_batch_size=2", False),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("", False),
+    ("trainer.mini_batch_size=2", True),
+    ("trainer.epochs_per_batch=2", True),
+    ("algo.importance.mode=truncate", True),
+    ("algo.rejection.level=sequence-mean", True),
+    ("algo.kl.where=reward", True),
+    ("algo.kl.where=loss", False),
+    ("algo.top_entropy=0.9", True),
+    ("algo.clip_cov.share=0.1", True),
+    ("algo.policy_loss=kl_cov", True),
+    ("trainer.old_logprobs=recompute", True),
+    ("trainer.old_logprobs=behavior trainer.mini_batch_size=2", False),
+])  # fmt: skip
 def test_needs_old_logprobs(words: str, expected: bool) -> None:
     own = "" if "mini_batch_size" in words else " trainer.mini_batch_size=4"
-    assert needs_old_logprobs(settings(f"trainer.batch_size=4{own} {words}".strip())) is expected
+    assert update.needs_old_logprobs(settings(f"trainer.batch_size=4{own} {words}".strip())) is expected
 
 
 PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=linear", "critic.optim.lr=1e-2",
@@ -89,16 +75,16 @@ PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=li
        "trainer.mini_batch_size=2")  # fmt: skip
 
 
-def run_update(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, SharedBatch]:
+def run_update(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[update.Update, update.SharedBatch]:
     """Update on four prompts with two responses each, at half the learning rate."""
     packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
-    old = places if num_optimizer_steps(config) > 1 else None
+    old = places if update.num_optimizer_steps(config) > 1 else None
     batch = TrainBatch(packed, old, None, None, places, None, packed.loss_mask.float())
     deal = Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, config.trainer.mini_batch_size)
-    shared = SharedBatch.split(config, batch, deal)
+    shared = update.SharedBatch.split(config, batch, deal)
     state = LoopState(step, step, 0, 0, 0.125, entropy_added=0.25)
-    return update_models(config, ranks, shared, state, PhaseClock()), shared
+    return update.update_models(config, ranks, shared, state, PhaseClock()), shared
 
 
 def test_critic_updates_first_with_own_rate() -> None:
@@ -194,7 +180,7 @@ def make_batch() -> tuple[TrainBatch, Tensor]:
 @pytest.mark.parametrize("share", [0.2, 1 / 3, 0.5])
 def test_top_entropy_by_mini_batch(share: float) -> None:
     batch, entropy = make_batch()
-    found = apply_selection(settings(f"{TWO_HALVES} algo.top_entropy={share}"), batch, entropy, num_finished=0)
+    found = update.apply_selection(settings(f"{TWO_HALVES} algo.top_entropy={share}"), batch, entropy, num_finished=0)
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
         mask = batch.packed.loss_mask[tokens]
@@ -210,10 +196,10 @@ def test_top_entropy_by_mini_batch(share: float) -> None:
 def test_selection_by_mini_batch(words: str) -> None:
     batch, entropy = make_batch()
     config = settings(f"{TWO_HALVES} {words}")
-    whole = apply_selection(config, batch, entropy, num_finished=0)
+    whole = update.apply_selection(config, batch, entropy, num_finished=0)
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
-        alone = apply_selection(config, select_train(batch, half), entropy[tokens], num_finished=0)
+        alone = update.apply_selection(config, select_train(batch, half), entropy[tokens], num_finished=0)
         mine = select_train(whole, half)
         assert torch.equal(mine.importance_weights, alone.importance_weights)
         assert mine.covariance_rank is not None
@@ -227,9 +213,9 @@ def test_clip_cov_draws_by_seed_and_step() -> None:
 
     def clip_weights(step: int, seed: int = 1) -> Tensor:
         config = settings(f"{words} seed={seed}")
-        return apply_selection(config, batch, None, num_finished=step).importance_weights
+        return update.apply_selection(config, batch, None, num_finished=step).importance_weights
 
-    assert apply_selection(settings(TWO_HALVES), batch, None, num_finished=0) is batch
+    assert update.apply_selection(settings(TWO_HALVES), batch, None, num_finished=0) is batch
     assert torch.equal(clip_weights(3), clip_weights(3))
     assert not torch.equal(clip_weights(3), clip_weights(4))
     assert not torch.equal(clip_weights(3), clip_weights(3, seed=2))
@@ -271,7 +257,7 @@ def select_tokens(values: Tensor, batch: TrainBatch, sequences: tuple[int, ...])
 def test_shared_batch_parts_and_mini_batches(config: RunConfig) -> None:
     batch = make_train_batch()
     deal = assign(batch)
-    shared = SharedBatch.split(config, batch, deal)
+    shared = update.SharedBatch.split(config, batch, deal)
     for sequences, part in zip(deal.whole.sequences, shared.parts, strict=True):
         for name in ("old_logprobs", "advantages", "importance_weights"):
             assert torch.equal(getattr(part, name), select_tokens(getattr(batch, name), batch, sequences))
@@ -285,5 +271,5 @@ def test_shared_batch_parts_and_mini_batches(config: RunConfig) -> None:
     assert [each.num_micro for each in shared.mini_batches] == [each.num_micro for each in deal.mini_batches] * 2
     packed = answers(GROUPS, unscored=frozenset({4, 5, 6, 7}))
     deal = Balancer(num_ranks=1, max_tokens=20, shape=None).assign(packed, 2)
-    shared = SharedBatch.split(config, replace(batch, packed=packed), deal)
+    shared = update.SharedBatch.split(config, replace(batch, packed=packed), deal)
     assert [each.sequences for each in shared.mini_batches] == [range(4), range(8, 12)] * 2, "none without a loss"

@@ -231,15 +231,11 @@ SOMETIMES = "data.scorer=tests.rollout.odd_scorers:fails_on_odd_lengths"
 ALWAYS = "data.scorer=tests.rollout.odd_scorers:fails_always"
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algo=grpo", "trainer.mini_batch_size=4", "algo.kl.where=loss", "algo.dynamic_sampling.enabled=true"),
-        ("algo=remax",),
-        ("algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "reward.num_processes=1"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("overrides", [
+    ("algo=grpo", "trainer.mini_batch_size=4", "algo.kl.where=loss", "algo.dynamic_sampling.enabled=true"),
+    ("algo=remax",),
+    ("algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "reward.num_processes=1"),
+], ids=" ".join)  # fmt: skip
 def test_occasional_scorer_failures_keep_steps_finite(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = prepare(tmp_path, NO_WARM_START, SOMETIMES, *overrides)
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
