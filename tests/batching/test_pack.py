@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.batching import pack as packing
@@ -12,23 +12,12 @@ from rlcore.batching.prompts import Demonstration
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 
 
-def rollouts_of(lengths: list[tuple[int, int]]) -> list[Rollout]:
-    rng = np.random.default_rng(0)
-    return [
-        Rollout(
-            prompt=Prompt(index, tuple(rng.integers(1, 50, size=prompt).tolist()), "countdown", "{}"),
-            sample_index=0,
-            response_ids=rng.integers(1, 50, size=answer),
-            behavior_logprobs=-rng.random(answer).astype(np.float32),
-            finish_reason="stop",
-            policy_version=0,
-        )
-        for index, (prompt, answer) in enumerate(lengths)
-    ]
-
-
 def packed(lengths: list[tuple[int, int]]) -> tuple[PackedBatch, list[Rollout]]:
-    rollouts = rollouts_of(lengths)
+    rng, rollouts = np.random.default_rng(0), list[Rollout]()
+    for index, (num_prompt, num_answer) in enumerate(lengths):
+        prompt = Prompt(index, tuple(rng.integers(1, 50, size=num_prompt).tolist()), "countdown", "{}")
+        answer, logprobs = rng.integers(1, 50, size=num_answer), -rng.random(num_answer).astype(np.float32)
+        rollouts.append(Rollout(prompt, 0, answer, logprobs, "stop", 0))
     return packing.pack(rollouts, [Score(float(i), {}) for i in range(len(rollouts))], range(len(rollouts))), rollouts
 
 
@@ -36,7 +25,6 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, 
 
 
 @given(LENGTHS)
-@settings(deadline=None)
 def test_pack_equals_loop(lengths: list[tuple[int, int]]) -> None:
     batch, rollouts = packed(lengths)
     start = 0
@@ -59,7 +47,6 @@ def test_pack_equals_loop(lengths: list[tuple[int, int]]) -> None:
 
 
 @given(LENGTHS, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_scatter_inverts_select(lengths: list[tuple[int, int]], random: object) -> None:
     batch, rollouts = packed(lengths)
     order = list(range(len(rollouts)))
@@ -103,20 +90,16 @@ def test_shared_prompts_of_neighbours() -> None:
     assert count([0, 0, 0], lost=frozenset({1})) == [0, 0, 2]
     assert count([0, 0, 0], lost=frozenset({0})) == [0, 2, 2]
     assert count([0, 0], rows=[]) == []
-    unlike = [
-        Rollout(Prompt(0, (7, last, 9), "countdown", "{}"), 0, np.ones(2), np.zeros(2), "stop", 0) for last in (8, 1)
-    ]
+    unlike = [Rollout(Prompt(0, (7, last, 9), "a", "{}"), 0, np.ones(2), np.zeros(2), "stop", 0) for last in (8, 1)]
     assert packing.shared_prompts(packing.pack(unlike, [Score(1.0, {})] * 2, [0, 0])).tolist() == [0, 0]
 
 
 def test_turn_reward_is_at_last_token() -> None:
-    rollouts = [
-        Rollout(
-            Prompt(0, (7, 8), "countdown", "{}"), 0, np.array([1, 2, 3]), np.zeros(3), "stop", 0,
-            np.array([True, False, True]), turn_rewards=((0, 0.5), (1, 9.0), (2, 0.25)),
-        )
-        for _ in range(2)
-    ]  # fmt: skip
+    rollout = Rollout(
+        Prompt(0, (7, 8), "countdown", "{}"), 0, np.array([1, 2, 3]), np.zeros(3), "stop", 0,
+        np.array([True, False, True]), turn_rewards=((0, 0.5), (1, 9.0), (2, 0.25)),
+    )  # fmt: skip
+    rollouts = [rollout, rollout]
     packed = packing.pack(rollouts, [Score(1.0, {}), Score(0.0, {}, failure="lost")], [0, 0])
     expected = [0.0, 0.5, 0.0, 0.25, 0.0, *[0.0] * 5]
     assert packing.place_turn_rewards(rollouts, packed).tolist() == expected, (
@@ -125,13 +108,8 @@ def test_turn_reward_is_at_last_token() -> None:
 
 
 def test_demonstrations_have_loss_on_targets_only() -> None:
-    packed = packing.pack_demonstrations(
-        [
-            Demonstration((7, 8, 1, 2), (False, False, True, True)),
-            Demonstration((3, 4, 5), (False, True, False)),
-            Demonstration((6,), (True,)),
-        ]
-    )
+    rows = ((7, 8, 1, 2), (False, False, True, True)), ((3, 4, 5), (False, True, False)), ((6,), (True,))
+    packed = packing.pack_demonstrations([Demonstration(*row) for row in rows])
     assert packed.token_ids.tolist() == [7, 8, 1, 2, 3, 4, 5, 6]
     assert packed.loss_mask.int().tolist() == [0, 1, 1, 0, 1, 0, 0, 0], "nothing predicts a first token"
     assert packed.cu_seqlens.tolist() == [0, 4, 7, 8]
@@ -141,16 +119,12 @@ def test_demonstrations_have_loss_on_targets_only() -> None:
 
 
 def test_pair_is_one_sequence_with_its_reference() -> None:
+    longer, shorter = Demonstration((7, 8, 2, 3), (False, False, True, True)), Demonstration((5, 9), (False, True))
+    references = (np.array(values, np.float32) for values in ([-1, -2, -3], [-4, -5]))
     pairs = [
-        Demonstration(
-            (7, 8, 1), (False, False, True), rejected=Demonstration((7, 8, 2, 3), (False, False, True, True)),
-            reference=np.array([-1, -2, -3], dtype=np.float32),
-        ),
-        Demonstration(
-            (5, 6), (False, True), rejected=Demonstration((5, 9), (False, True)),
-            reference=np.array([-4, -5], dtype=np.float32),
-        ),
-    ]  # fmt: skip
+        Demonstration((7, 8, 1), (False, False, True), longer, next(references)),
+        Demonstration((5, 6), (False, True), shorter, next(references)),
+    ]
     packed = packing.pack_demonstrations([*pairs, pairs[1].without_targets()])
     assert packed.token_ids.tolist() == [7, 8, 1, 7, 8, 2, 3, 5, 6, 5, 9, 5, 6, 5, 9]
     assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 0, 1, 0, 1, 0, 1]

@@ -1,6 +1,7 @@
 """Filtered files, and the order of prompts."""
 
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -28,9 +29,8 @@ def test_missing_or_damaged_file_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     assert message(file) == f"{file}: no such file. {REMEDY}"
     file.write_bytes(b"PAR1 and no more")
-    text = message(file)
-    assert text.startswith(f"{file}: cannot be read as parquet (")
-    assert text.endswith(f"); it is damaged or cut short. {REMEDY}")
+    rule = rf"{file}: cannot be read as parquet \(.*\); it is damaged or cut short\. {re.escape(REMEDY)}"
+    assert re.fullmatch(rule, message(file), re.DOTALL)
 
 
 def test_wrong_column_is_reported_with_expected_type(tmp_path: Path) -> None:
@@ -52,33 +52,28 @@ def test_wrong_column_is_reported_with_expected_type(tmp_path: Path) -> None:
 
 def test_large_types_are_read_in_order(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
-    large = pa.table(
-        {
-            "prompt_ids": pa.array([[5, 6], [7]], pa.large_list(pa.int32())),
-            "ground_truth_json": pa.array(["{}", "[]"], pa.large_string()),
-            "data_source": ["mine", "other"],
-            "extra_info": [{"difficulty": None, "index": 7}, {"difficulty": 3, "index": 2}],
-        }
-    )
-    pq.write_table(large, file)
+    large = {
+        **COLUMNS, "prompt_ids": pa.array(COLUMNS["prompt_ids"], pa.large_list(pa.int32())),
+        "ground_truth_json": pa.array(COLUMNS["ground_truth_json"], pa.large_string()),
+        "extra_info": [{"difficulty": None, "index": 7}, {"difficulty": 3, "index": 2}],
+    }  # fmt: skip
+    pq.write_table(pa.table(large), file)
     assert prompts.read_prompts(file) == [Prompt(7, (5, 6), "mine", "{}", 0), Prompt(2, (7,), "other", "[]", 3)]
     pq.write_table(pa.table({**COLUMNS, "extra_info": [{"index": 7}, {"index": 2}]}), file)
     assert [prompt.difficulty for prompt in prompts.read_prompts(file)] == [0, 0]
 
 
-@pytest.mark.parametrize(("said", "expected"), [
-    (None, True),
-    (b"{}", True),
-    (b'{"origin": {}}', True),
-    (b'{"origin": {"prompt_form": "chat"}}', True),
-    (b'{"origin": {"prompt_form": "text"}}', False),
-])  # fmt: skip
-def test_is_chat_unless_metadata_says_text(tmp_path: Path, said: bytes | None, expected: bool) -> None:
-    table = pa.table(COLUMNS)
-    pq.write_table(
-        table if said is None else table.replace_schema_metadata({b"millrace": said}), tmp_path / "a.parquet"
-    )
-    assert prompts.is_chat(tmp_path / "a.parquet") is expected
+def test_is_chat_unless_metadata_says_text(tmp_path: Path) -> None:
+    file, table = tmp_path / "a.parquet", pa.table(COLUMNS)
+    pq.write_table(table, file)
+    assert prompts.is_chat(file)
+    for said in (
+        b"{}",
+        b'{"origin": {}}',
+        *(b'{"origin": {"prompt_form": "%b"}}' % form for form in (b"chat", b"text")),
+    ):
+        pq.write_table(table.replace_schema_metadata({b"millrace": said}), file)
+        assert prompts.is_chat(file) == (b"text" not in said), said
 
 
 def test_solutions_have_targets_and_distractors(tmp_path: Path) -> None:
@@ -125,9 +120,6 @@ def test_position_determines_prompts() -> None:
     jumping = prompts.PromptStream(PROMPTS, seed=1)
     assert ids(jumping, 28, 5) == whole[28:33]
     assert ids(jumping, 3, 5) == whole[3:8]
-
-
-def test_empty_stream_is_rejected() -> None:
     with pytest.raises(DataError, match="loosen the filter"):
         prompts.PromptStream([], seed=1)
 
@@ -142,12 +134,8 @@ def test_order_is_pinned() -> None:
         assert ids(prompts.PromptStream(PROMPTS, seed=1, part=part), 0, 20) == order
 
 
-def part(name, size):
-    return [Prompt(index, (index,), name, "{}") for index in range(size)]
-
-
 SIZES, WEIGHTS = {"a": 50, "b": 7, "c": 900}, (0.1, 3.0, 1.7)
-PARTS = [part(name, size) for name, size in SIZES.items()]
+PARTS = [[Prompt(index, (index,), name, "{}") for index in range(size)] for name, size in SIZES.items()]
 
 
 def draw(position, count, seed=1, weights=WEIGHTS):
@@ -185,12 +173,8 @@ def test_position_seed_and_weights_determine_mixture():
         assert draw(position, 40) == whole[position : position + 40]
     stream = prompts.MixedStream(PARTS, WEIGHTS, seed=1)
     for position, count in ((2_000, 5), (3, 1_100), (0, 4)):
-        assert [(p.data_source, p.prompt_id) for p in stream.take(position, count)] == whole[
-            position : position + count
-        ]
-
-
-def test_too_small_weight_is_rejected():
+        found = [(p.data_source, p.prompt_id) for p in stream.take(position, count)]
+        assert found == whole[position : position + count]
     with pytest.raises(DataError) as caught:
         prompts.MixedStream(PARTS, (2.047, 0.001, 0.001), seed=1)
     rule = "data.parts: entry 1: weight must be at least a 1024th of the sum of all weights (0.00200098), got 0.001; "
@@ -218,12 +202,10 @@ def naive_order(weights: list[float], seed: tuple[int, ...]) -> list[int]:
 
 def test_count_update_equals_naive_twin() -> None:
     groups = {0: (3, 8), 1: (0, 1), 3: (0, 2), 5: (0, 0), 6: (1, 8)}
-    expected = [
-        (fade * c + k, fade * s + n)
-        for row, (c, s) in enumerate(ROWS)
-        for k, n in (groups.get(row, (0, 0)),)
-        for fade in (0.5 if n else 1.0,)
-    ]
+    expected = []
+    for row, (c, s) in enumerate(ROWS):
+        k, n = groups.get(row, (0, 0))
+        expected.append((0.5 * c + k, 0.5 * s + n) if n else (c, s))
     rows = prompts.RowSampler([prompt.prompt_id for prompt in ROW_PROMPTS], COUNTS, BAND)
     text, _ = rows.update(COUNTS.text(), {ROW_PROMPTS[row].prompt_id: found for row, found in groups.items()})
     after = prompts.PassCounts.read(text, len(ROWS))
@@ -234,11 +216,10 @@ def test_count_update_equals_naive_twin() -> None:
 
 def test_retired_row_is_revived() -> None:
     rows = prompts.RowSampler([prompt.prompt_id for prompt in ROW_PROMPTS], COUNTS, BAND)
-    retired, back = {102: (8, 8), 103: (0, 8)}, {100: (6, 8)}
-    after, metrics = rows.update("", retired)
-    assert (metrics["pass_rates/rows_retired"], metrics["pass_rates/rows_revived"]) == (2, 0)
-    text, metrics = rows.update(after, back)
-    assert (metrics["pass_rates/rows_retired"], metrics["pass_rates/rows_revived"]) == (0, 1)
+    text = ""
+    for solved, counts in (({102: (8, 8), 103: (0, 8)}, (2, 0)), ({100: (6, 8)}, (0, 1))):
+        text, metrics = rows.update(text, solved)
+        assert (metrics["pass_rates/rows_retired"], metrics["pass_rates/rows_revived"]) == counts
     assert metrics["pass_rates/retired_share"] == 4 / 7
     again = prompts.PassCounts.read(text, len(ROWS))
     rates = [c / s for c, s in zip(again.passes.tolist(), again.samples.tolist(), strict=True) if s]
@@ -274,10 +255,8 @@ def test_weighted_stream_equals_naive_twin() -> None:
 
 def test_weighted_order_is_pinned() -> None:
     """A run that resumes with another version of Millrace must draw the same prompts."""
-    for part, order in (
-        (None, [4, 6, 2, 3, 0, 5, 1, 3, 4, 6, 2, 1, 5, 0]),
-        (0, [6, 0, 3, 2, 4, 1, 5, 4, 2, 3, 6, 5, 1, 0]),
-    ):
+    orders = {None: [4, 6, 2, 3, 0, 5, 1, 3, 4, 6, 2, 1, 5, 0], 0: [6, 0, 3, 2, 4, 1, 5, 4, 2, 3, 6, 5, 1, 0]}
+    for part, order in orders.items():
         stream = prompts.PromptStream(ROW_PROMPTS, seed=3, part=part)
         stream.set_weights(COUNTS.weights(BAND))
         assert [prompt.prompt_id - 100 for prompt in stream.take(20, 14)] == order

@@ -31,11 +31,7 @@ SFT = (
 )  # fmt: skip
 LORA = "+model.lora.rank=4"
 METRIC = "val-core/countdown/reward/greedy"
-
-
 WHOLE_AND_LORA = pytest.mark.parametrize("more", [(), (LORA,)], ids=["whole", "lora"])
-
-
 Finished = Callable[[tuple[str, ...]], SmallRun]
 
 
@@ -127,20 +123,12 @@ def test_adapters_of_a_following_run_leave_the_warm_start_alone(tmp_path: Path) 
 
 
 def test_missing_demonstrations_end_the_run_before_an_evaluation(tmp_path: Path) -> None:
-    words = ("warm_start.max_tokens=2", *SFT)
-    run = without_model(tmp_path, *words)
-    with (
-        pytest.raises(DataError, match=r"needs demonstrations.* longer than warm_start\.max_tokens=2"),
-        session_of(run) as session,
-    ):
+    config = load_config(["experiment=debug", f"paths.root={tmp_path}", "warm_start.max_tokens=2", *SFT])
+    run = replace(prepare(tmp_path, "warm_start.enabled=false"), config=config)  # the same rows, and no model
+    rule = r"needs demonstrations.* longer than warm_start\.max_tokens=2"
+    with pytest.raises(DataError, match=rule), session_of(run) as session:
         session.validate("start", "before")
     assert not run.layout.validation.exists()
-
-
-def without_model(root: Path, *words: str) -> SmallRun:
-    """Return the settings of a run with the rows of another, and without its model."""
-    made = prepare(root, "warm_start.enabled=false")
-    return replace(made, config=load_config(["experiment=debug", f"paths.root={root}", *words]))
 
 
 def restarted(run: SmallRun, root: Path, *words: str) -> SmallRun:
@@ -161,9 +149,8 @@ def test_killed_run_resumes_to_the_same_model(finished: Finished, tmp_path: Path
     whole, again = (restarted(finished(more), tmp_path / name, *more) for name in ("whole", "again"))
     finish(write_record(whole), tmp_path / "out.log")
 
-    ends = disturb(
-        again, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("testing", "SIGKILL", 2), None
-    )
+    plans = (at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("testing", "SIGKILL", 2), None)
+    ends = disturb(again, *plans)
     assert [one["code"] for one in ends] == [-9, 75, -9, 0], output_of(again)
     assert (steps_of(again), weights_of(again)) == (steps_of(whole), weights_of(whole))
 

@@ -11,7 +11,6 @@ import termios
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,9 +123,8 @@ def test_failure_names_its_phase(tmp_path: Path) -> None:
         pass
     error = errors.DataError("no row")
     assert watch.record_failure(error) is error
-    assert watch.events == [
-        {"event": "fault", "text": "data in gen after step 7", "kind": "data", "phase": "gen", "step": 7}
-    ]
+    text = "data in gen after step 7"
+    assert watch.events == [{"event": "fault", "text": text, "kind": "data", "phase": "gen", "step": 7}]
     watch.record_failure(errors.WorkerLostError("rank 1"))
     first, second = watchdog.read_failures(tmp_path / "run")
     assert (first.kind, first.stacks) == ("data", None)
@@ -140,12 +138,12 @@ def test_failure_names_its_phase(tmp_path: Path) -> None:
 def test_slow_stop_names_its_phase(tmp_path: Path, is_saving: bool) -> None:
     watch = Watch(tmp_path, stop_deadline_s=30.0)
     where = "its end"
-    with ExitStack() as running:
-        if is_saving:
-            watch.aside = lambda: "checkpoint of step 3: renaming x"
-            where = "gen; checkpoint of step 3: renaming x"
-            for phase in ("testing", "gen"):
-                running.enter_context(watch.phase(phase))
+    if is_saving:
+        watch.aside = lambda: "checkpoint of step 3: renaming x"
+        where = "gen; checkpoint of step 3: renaming x"
+        with watch.phase("testing"), watch.phase("gen"):
+            watch._stop_takes_too_long()
+    else:
         watch._stop_takes_too_long()
     (error,) = watch.errors
     assert isinstance(error, errors.StopRequestedError)
@@ -376,9 +374,6 @@ def test_oom_kills_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert watchdog.num_oom_kills() == 0
     files[1].write_text("pgfault 9\noom_kill 7\n")
     assert watchdog.num_oom_kills() == 7
-    files[0].write_text("low 1\noom 2\noom_kill 3\noom_group_kill 4\n")
-    assert watchdog.num_oom_kills() == 3
-    files[0].write_text("oom_kill many\n")
-    assert watchdog.num_oom_kills() == 7
-    files[0].write_text("low 1\n")
-    assert watchdog.num_oom_kills() == 7
+    for text, number in (("low 1\noom 2\noom_kill 3\noom_group_kill 4", 3), ("oom_kill many", 7), ("low 1", 7)):
+        files[0].write_text(f"{text}\n")
+        assert watchdog.num_oom_kills() == number

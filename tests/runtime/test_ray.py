@@ -79,8 +79,7 @@ def test_pickled_messages_keep_all_fields() -> None:
 
 
 def in_ray(scenario: str, root: Path, *overrides: str) -> Any:
-    out = root / "found.json"
-    log = root / "driver.log"
+    out, log = root / "found.json", root / "driver.log"
     arguments = [scenario, str(root), str(out), *overrides]
     assert run_module("tests.runtime.driver", arguments, output=log, timeout_s=WAIT_S) == 0, log.read_text()
     return json.loads(out.read_text())
@@ -108,8 +107,7 @@ def test_ray_metrics_equal_those_of_a_local_worker(root: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(root: Path) -> Any:
     """Results with scoring processes, which stream responses out of the actors."""
-    overrides = (*TAUGHT, taught(root), "runtime.num_workers=2", "reward.num_processes=1")
-    return in_ray("private", root, *overrides)
+    return in_ray("private", root, *TAUGHT, taught(root), "runtime.num_workers=2", "reward.num_processes=1")
 
 
 def test_two_ranks_reproduce_one(two_ranks: Any, root: Path) -> None:

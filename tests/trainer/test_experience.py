@@ -1,6 +1,5 @@
 """Scored responses to prompts, with fake and real engines."""
 
-import math
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -37,10 +36,12 @@ START = LoopState(4, 4, 0, 0, 0.0)
 
 
 def make_config(*overrides: str) -> RunConfig:
-    return load_config(
-        ["experiment=debug", "trainer.batch_size=3", "trainer.mini_batch_size=3", "rollout.samples_per_prompt=2",
-         "warm_start.enabled=false", *overrides]
-    )  # fmt: skip
+    sizes = ("trainer.batch_size=3", "trainer.mini_batch_size=3", "rollout.samples_per_prompt=2")
+    return load_config(["experiment=debug", *sizes, "warm_start.enabled=false", *overrides])
+
+
+def collect(answerer: Written, *more: Any) -> experience.Experience:
+    return experience.ExperienceCollector(answerer, *(more or [InOrder(PROMPTS, seed=1)])).collect(START, PhaseClock())
 
 
 TEACHES, EQUAL, LOST = (0.0, 1.0), (1.0, 1.0), (None, None)
@@ -55,7 +56,7 @@ DYNAMIC = ("algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_refi
 ])  # fmt: skip
 def test_groups_without_signal_are_replaced(totals, rounds, texts, dropped) -> None:
     answerer = Written(make_config(*DYNAMIC), dict(enumerate(totals)))
-    found = experience.ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+    found = collect(answerer)
     assert [[request.prompt.prompt_id for request in asked[::2]] for asked in answerer.asked] == rounds
     seeds = [request.seed for asked in answerer.asked for request in asked]
     places = [(group, sample) for group in range(len(seeds) // 2) for sample in (0, 1)]
@@ -65,44 +66,36 @@ def test_groups_without_signal_are_replaced(totals, rounds, texts, dropped) -> N
     assert [one.prompt.prompt_id for one in found.rollouts[::2]] == texts
     assert [score.total for score in found.scores] == [total or 0.0 for number in texts for total in totals[number]]
     assert found.group_ids == (0, 0, 1, 1, 2, 2)
-    assert found.num_prompts_drawn == sum(map(len, rounds))
-    assert found.num_groups_dropped == len(dropped)
+    assert (found.num_prompts_drawn, found.num_groups_dropped) == (sum(map(len, rounds)), len(dropped))
     assert found.num_tokens_dropped == sum(2 * (1 + number) for number in dropped)
     assert found.num_response_tokens == sum(2 * (1 + number) for number in texts)
-    assert found.greedy_scores is None
-    assert (found.pass_counts, found.pass_metrics) == ("", {})
+    assert (found.greedy_scores, found.pass_counts, found.pass_metrics) == (None, "", {})
 
 
 def test_all_unscored_error() -> None:
     answerer = Written(make_config(), dict.fromkeys(range(12), LOST))
-    with pytest.raises(UnscoredError) as caught:
-        experience.ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
-    scorer = answerer.config.data.scorer
-    message = f"step 5: has no metrics, for 6 responses have no score; {scorer} failed, the last time: no scorer"
-    assert str(caught.value) == message
+    rule = rf"for 6 responses have no score; {answerer.config.data.scorer} failed, the last time: no scorer"
+    with pytest.raises(UnscoredError, match=rf"^step 5: has no metrics, {rule}$"):
+        collect(answerer)
 
 
 def test_remax_baseline_is_one_greedy_response() -> None:
     """The greedy sample has index -1: the last score of the prompt."""
     totals: dict[int, Sequence[float | None]] = {0: (0.0, 0.25), 1: (1.0, None), 2: (0.5, 0.75)}
     answerer = Written(make_config("algo=remax"), totals)
-    found = experience.ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+    found = collect(answerer)
     assert answerer.asked[1] == [SamplingRequest(prompt, -1, seed=0) for prompt in PROMPTS[:3]]
     assert answerer.temperatures == [1.0, 0.0]
-    assert found.greedy_scores is not None
-    assert [None if math.isnan(score) else score for score in found.greedy_scores] == [
-        0.25, 0.25, None, None, 0.75, 0.75
-    ]  # fmt: skip
+    np.testing.assert_array_equal(found.greedy_scores, [0.25, 0.25, np.nan, np.nan, 0.75, 0.75])
 
 
 def test_overlong_penalty_in_total_and_parts() -> None:
     words = ("algo.overlong.enabled=true", "algo.overlong.buffer_tokens=2", "rollout.max_response_tokens=3")
     answerer = Written(make_config("algo=remax", *words), dict.fromkeys(range(12), (1.0, 1.0)))
-    found = experience.ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+    found = collect(answerer)
     assert [score.total for score in found.scores] == [1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
-    assert [score.parts for score in found.scores[::2]] == [
-        {"correct": 1.0, "overlong": 0.0}, {"correct": 1.0, "overlong": -0.5}, {"correct": 1.0, "overlong": -1.0}
-    ]  # fmt: skip
+    parts = [{"correct": 1.0, "overlong": penalty} for penalty in (0.0, -0.5, -1.0)]
+    assert [score.parts for score in found.scores[::2]] == parts
     assert found.greedy_scores == (1.0, 1.0, 0.5, 0.5, 0.0, 0.0)
 
 
@@ -118,7 +111,7 @@ def test_all_groups_count_in_pass_counts() -> None:
         def set_weights(self, weights: np.ndarray) -> None:
             weighed.append(weights.tolist())
 
-    found = experience.ExperienceCollector(answerer, Unweighed(PROMPTS, seed=1), counted).collect(START, PhaseClock())
+    found = collect(answerer, Unweighed(PROMPTS, seed=1), counted)
     assert weighed == [[1.0] * 12], "once a step"
     after = PassCounts.read(found.pass_counts, 12)
     assert after.samples.tolist() == [2, 0, 2, 1, 2, 2, *[0] * 6]
@@ -152,9 +145,7 @@ def group(run: SmallRun) -> LocalGroup:
 
 
 def test_scoring_starts_during_generation(run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    submitted: list[int] = []
-    begun = threading.Event()
+    written, submitted, begun = list[int](), list[int](), threading.Event()
     write, submit = HfEngine._generate_batch, ScoringPool.submit
 
     def writing(self: HfEngine, requests: Any, *args: Any) -> Any:
@@ -214,10 +205,9 @@ def test_dynamic_sampling_ignores_overlong_penalty(tmp_path: Path) -> None:
     problems = Problems.read(untrained.config, untrained.inputs)
     workers = LocalGroup(untrained.config, str(untrained.model_directory))
     with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
-        collector = experience.ExperienceCollector(
-            experience.ResponseSampler(untrained.config, workers, scoring, problems.decode), problems.stream
-        )
+        sampler = experience.ResponseSampler(untrained.config, workers, scoring, problems.decode)
         workers.each(Worker.sync_weights, 0)
+        collector = experience.ExperienceCollector(sampler, problems.stream)
         found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
     workers.close()
     size = untrained.config.trainer.batch_size
@@ -287,8 +277,7 @@ def test_scored_text_keeps_tags(model: Path, tmp_path: Path, skips: bool) -> Non
     rollouts, scores, texts = zip(*answers, strict=True)
     closing = tokenizer.convert_tokens_to_ids("</think>")
     has_tag = [closing in rollout.response_ids for rollout in rollouts]
-    assert any(has_tag)
-    assert not all(has_tag)
+    assert {*has_tag} == {True, False}
     assert [score.total for score in scores] == [float(has) for has in has_tag]
     ended = [rollout.response_ids[-1] == tokenizer.eos_token_id for rollout in rollouts]
     assert any(ended)

@@ -1,6 +1,7 @@
 """Groups that are cut and continued, compared with responses that are generated whole."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 @pytest.fixture(scope="module")
 def group(run: SmallRun) -> Iterator[LocalGroup]:
-    group = LocalGroup(run.config, str(run.model_directory))
-    yield group
-    group.close()
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+        yield group
 
 
 def naive_steps(run: SmallRun, group: LocalGroup) -> list[list[Any]]:
@@ -50,10 +50,11 @@ def naive_steps(run: SmallRun, group: LocalGroup) -> list[list[Any]]:
         group.each(Worker.sync_weights, step)
         trained = []
         for one in waiting:
-            responses = [
-                (*(part if part[1] != "cut" else whole(one["prompt"], [engine.turn_seed(seed, 1)], part[0])[0]), len(part[0]))
-                for seed, part in zip(one["seeds"], one["parts"], strict=True)
-            ]  # fmt: skip
+            responses = []
+            for seed, part in zip(one["seeds"], one["parts"], strict=True):
+                is_cut = part[1] == "cut"
+                ended = whole(one["prompt"], [engine.turn_seed(seed, 1)], part[0])[0] if is_cut else part
+                responses.append((*ended, len(part[0])))
             trained.append([one["prompt"].prompt_id, responses])
         new = []
         for number in range(8 - len(waiting)):
@@ -86,13 +87,8 @@ def test_steps_match_whole_responses(run: SmallRun, group: LocalGroup) -> None:
             for pair in zip(rollouts[::2], rollouts[1::2], strict=True)
         ]
         parts = [each.rollout(state.policy_version) for each in experience.carried]
-        carried = [
-            (
-                pair[0].prompt.prompt_id,
-                [(r.response_ids.tolist(), "cut" if r.is_cut else r.finish_reason) for r in pair],
-            )
-            for pair in zip(parts[::2], parts[1::2], strict=True)
-        ]
+        ends = [(part.response_ids.tolist(), "cut" if part.is_cut else part.finish_reason) for part in parts]
+        carried = [(parts[place].prompt.prompt_id, ends[place : place + 2]) for place in range(0, len(parts), 2)]
         found.append([trained, carried, experience.cut_length])
         assert not any(rollout.is_cut for rollout in rollouts)
         assert {rollout.policy_version for rollout in rollouts} == {state.policy_version}
@@ -116,11 +112,8 @@ def test_continued_logprobs_are_of_their_tokens(run: SmallRun, group: LocalGroup
 
 def test_places_and_scorers_change_no_response(run: SmallRun, group: LocalGroup, tmp_path: Path) -> None:
     other = prepare(tmp_path, *CARRYING, "rollout.max_num_seqs=7", "reward.num_processes=1")
-    own = LocalGroup(other.config, str(other.model_directory))
-    try:
+    with closing(LocalGroup(other.config, str(other.model_directory))) as own:
         assert step_facts(other, own, STEPS) == step_facts(run, group, STEPS)
-    finally:
-        own.close()
 
 
 def written(length: int, sample: int = 0, *, is_cut: bool = False) -> Rollout:

@@ -35,12 +35,8 @@ def spread(name: str, *values: float) -> dict[str, float]:
 
 def test_length_metrics() -> None:
     found = metrics.length_metrics(make_config(), make_experience())
-    assert found == {
-        **spread("prompt_length", 2.5, 3.0, 2.0),
-        "prompt_length/clip_ratio": 0.5,
-        **spread("response_length", 2.25, 3.0, 1.0),
-        "response_length/clip_ratio": 0.25,
-    }
+    lengths = spread("prompt_length", 2.5, 3.0, 2.0) | spread("response_length", 2.25, 3.0, 1.0)
+    assert found == {**lengths, "prompt_length/clip_ratio": 0.5, "response_length/clip_ratio": 0.25}
     shorter = metrics.length_metrics(make_config(answer=2), make_experience())
     assert shorter["response_length/clip_ratio"] == 0.5
     rollouts = make_experience().rollouts
@@ -50,39 +46,26 @@ def test_length_metrics() -> None:
 
 
 def test_group_metrics() -> None:
-    found = make_experience()
-    assert found.num_response_tokens == 9
-    assert found.num_generated_tokens == 12
+    found, dropped = make_experience(), {"reward/equal_group_share": 0.5, "reward/groups_dropped": 3.0}
+    assert (found.num_response_tokens, found.num_generated_tokens) == (9, 12)
     assert metrics.group_metrics(pack_experience(found), found) == {
-        "reward/equal_group_share": 0.5,
-        "reward/groups_dropped": 3.0,
-        "pass_rates/mean": 0.25,
-        "reward/tokens_dropped_share": 0.25,
-        "reward/unscored_share": 0.25,
-        "reward/correct/mean": 0.5,
-        "reward/format/mean": 0.5,
-    }
+        **dropped, "pass_rates/mean": 0.25, "reward/tokens_dropped_share": 0.25, "reward/unscored_share": 0.25,
+        "reward/correct/mean": 0.5, "reward/format/mean": 0.5,
+    }  # fmt: skip
     whole = replace(found, scores=(Score(1.0, {}), *[Score(0.0, {})] * 3), num_tokens_dropped=0, pass_metrics={})
-    assert metrics.group_metrics(pack_experience(whole), whole) == {
-        "reward/equal_group_share": 0.5,
-        "reward/groups_dropped": 3.0,
-    }
+    assert metrics.group_metrics(pack_experience(whole), whole) == dropped
 
 
 def test_balance_metrics() -> None:
     assert metrics.balance_metrics(pack_experience(make_experience()), [[0, 3], [1, 2]]) == {
-        "global_seqlen/min": 8.0,
-        "global_seqlen/max": 11.0,
-        "global_seqlen/mean": 9.5,
-        "global_seqlen/minmax_diff": 3.0,
-        "global_seqlen/balanced_min": 9,
-        "global_seqlen/balanced_max": 10,
-    }
+        "global_seqlen/min": 8.0, "global_seqlen/max": 11.0, "global_seqlen/mean": 9.5,
+        "global_seqlen/minmax_diff": 3.0, "global_seqlen/balanced_min": 9, "global_seqlen/balanced_max": 10,
+    }  # fmt: skip
 
 
 def test_mismatch_metrics() -> None:
     packed = pack_experience(make_experience())
-    places = packed.loss_mask.nonzero()[:, 0]
+    places, weights = packed.loss_mask.nonzero()[:, 0], torch.zeros(packed.num_tokens)
     old = torch.full((packed.num_tokens,), HALF)
     old[places[:3]] = QUARTER  # three of six tokens are off by a quarter
     found = metrics.mismatch_metrics(packed, old, None)
@@ -90,7 +73,6 @@ def test_mismatch_metrics() -> None:
     names = [f"training/rollout_probs_diff_{what}" for what in ("mean", "max", "std")]
     assert [found[name] for name in names] == pytest.approx([0.125, 0.25, 0.125])
     assert [*found] == names
-    weights = torch.zeros(packed.num_tokens)
     weights[places] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 9.0])
     with_weights = metrics.mismatch_metrics(packed, old, weights)
     assert with_weights.items() - found.items() == spread("rollout_corr/weight", 4.0, 9.0, 1.0).items()
@@ -106,12 +88,9 @@ def test_timing_metrics() -> None:
     assert found.pop("perf/cpu_memory_used_gb") == pytest.approx(used, rel=0.5)
     assert found == {
         **{f"timing_s/{phase}": value for phase, value in seconds.items()},
-        "timing_per_token_ms/gen": 500.0,
-        "timing_per_token_ms/ref": pytest.approx(100.0),
-        "perf/total_num_tokens": 19.0,
-        "perf/time_per_step": 38.0,
-        "perf/throughput": 0.25,
-    }
+        "timing_per_token_ms/gen": 500.0, "timing_per_token_ms/ref": pytest.approx(100.0),
+        "perf/total_num_tokens": 19.0, "perf/time_per_step": 38.0, "perf/throughput": 0.25,
+    }  # fmt: skip
     assert "timing_per_token_ms/gen" not in metrics.timing_metrics(
         {"step": 1.0}, packed, num_response_tokens=1, num_devices=1
     )
@@ -157,11 +136,8 @@ def test_mfu_metrics() -> None:
 def test_memory_metrics() -> None:
     again = OomRetry("a pass", 1, 2, 2, "no room")
     peaks = [MemoryPeak(1.5, 2.0, 1, (again,)), MemoryPeak(1.0, 3.0, 2)]
-    assert metrics.memory_metrics(peaks) == {
-        "perf/max_memory_allocated_gb": 1.5,
-        "perf/max_memory_reserved_gb": 3.0,
-        "perf/num_passes_redone": 3.0,
-    }
+    names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/num_passes_redone")
+    assert metrics.memory_metrics(peaks) == dict(zip(names, (1.5, 3.0, 3.0), strict=True))
     assert metrics.memory_metrics([MemoryPeak(0.0, 0.0, 0)]) == {}
 
 
@@ -189,18 +165,15 @@ def test_step_metrics() -> None:
     found = make_experience()
     packed = pack_experience(found)
     plain = metrics.step_metrics(make_config(), found, make_estimate(packed), Update())
-    assert plain == {
-        **metrics.reward_metrics(make_estimate(packed)), **metrics.length_metrics(make_config(), found), **metrics.group_metrics(packed, found)
-    }  # fmt: skip
+    of_answers = metrics.length_metrics(make_config(), found) | metrics.group_metrics(packed, found)
+    assert plain == metrics.reward_metrics(make_estimate(packed)) | of_answers
     more = replace(make_estimate(packed), kl_in_reward=0.125, masked_share=0.0)
     old = torch.full((packed.num_tokens,), QUARTER)
     of_step = metrics.step_metrics(make_config(), found, more, Update(share_skipped=0.5, logprobs_before=old))
     assert {name: value for name, value in of_step.items() if name not in plain} == {
-        metrics.SKIPPED: 0.5,
-        "rollout_corr/left_out_share": 0.0,
-        "actor/reward_kl_penalty": 0.125,
+        metrics.SKIPPED: 0.5, "rollout_corr/left_out_share": 0.0, "actor/reward_kl_penalty": 0.125,
         **metrics.mismatch_metrics(packed, old, None),
-    }
+    }  # fmt: skip
     kept = replace(packed, loss_mask=packed.loss_mask & (packed.sequence_ids() > 0))
     varied = old + torch.arange(packed.num_tokens) / 10
     for of_pass, compared in ((varied, packed), (None, kept)):  # the update does not compute masked tokens
