@@ -90,21 +90,18 @@ def needs_of(root: Path, *words: str, has_initial_policy: bool = True) -> dict[s
     sizes = {"checkpoints_bytes": 7, "num_weights": 1000, "steps_left": 11}
     needs = disk_needs(config, RunLayout.of(config), has_initial_policy=has_initial_policy, **sizes)
     assert len({need.what for need in needs}) == len(needs)
-    run_dir = RunLayout.of(config).run_dir
-    return {
-        need.what: (Path("run") / need.path.relative_to(run_dir), need.size_bytes)
-        if need.path.is_relative_to(run_dir)
-        else (need.path.relative_to(root) if need.path.is_relative_to(root) else need.path, need.size_bytes)
-        for need in needs
-    }
+    bases = {RunLayout.of(config).run_dir: Path("run"), root: Path(), Path("/"): Path("/")}
+    found = {}
+    for need in needs:
+        base = next(base for base in bases if need.path.is_relative_to(base))
+        found[need.what] = (bases[base] / need.path.relative_to(base), need.size_bytes)
+    return found
 
 
 def test_needs_of_weights_and_responses(tmp_path: Path) -> None:
-    assert needs_of(tmp_path) == {
-        "checkpoints": (Path("run/checkpoints"), 7),
-        "weights for others": (Path("run/model"), 4 * 1000),
-        "answers": (Path("run/answers"), 5 * 8 * 4 * (500 + 20 * (8 + 32))),
-    }
+    answers = (Path("run/answers"), 5 * 8 * 4 * (500 + 20 * (8 + 32)))
+    weights = {"checkpoints": (Path("run/checkpoints"), 7), "weights for others": (Path("run/model"), 4 * 1000)}
+    assert needs_of(tmp_path) == {**weights, "answers": answers}
     sizes = {"answers.max_gb=0.0001": 100_000, "answers.every_steps=0": 0, "answers.every_steps=12": 0}
     assert {word: needs_of(tmp_path, word)["answers"][1] for word in sizes} == sizes
 

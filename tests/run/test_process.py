@@ -88,10 +88,8 @@ def test_error_ends_the_process(caplog: pytest.LogCaptureFixture, error: Excepti
 
 def test_stop_between_two_commands_saves(caplog: pytest.LogCaptureFixture) -> None:
     no_room = DataError("no room")
-    for error, kind, message in (
-        (None, "StopRequestedError", "stopped after step 3"),
-        (no_room, "DataError", "no room"),
-    ):
+    saved = (None, "StopRequestedError", "stopped after step 3")
+    for error, kind, message in (saved, (no_room, "DataError", "no room")):
         session = Commands(at_the_end=error)
         reply = {"event": "error", "command": "stop", "type": kind, "message": message}
         assert served(session, {"command": "train"}, stop=FakeStop(True)) == (75, [reply])

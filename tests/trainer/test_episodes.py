@@ -71,9 +71,7 @@ def play(run: SmallRun, group: LocalGroup, num_prompts: int = 8) -> Found:
 
 
 def is_same(*found: Found) -> bool:
-    one, other = (
-        [(r.response_ids.tolist(), r.behavior_logprobs.tolist(), *more) for r, *more in each] for each in found
-    )
+    one, other = ([(r.response_ids.tolist(), r.behavior_logprobs.tolist(), *more) for r, *more in of] for of in found)
     return one == other
 
 

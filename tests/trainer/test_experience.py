@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def test_groups_without_signal_are_replaced(totals, rounds, texts, dropped) -> N
     places = [(group, sample) for group in range(len(seeds) // 2) for sample in (0, 1)]
     run_seed = answerer.config.seed
     assert seeds == [response_seed(run_seed, TRAINING_STREAM, 5, *place) for place in places], "seeds of the fifth step"
-    assert [text for text in found.texts] == [f"{number}.{sample}" for number in texts for sample in (0, 1)]
+    assert [*found.texts] == [f"{number}.{sample}" for number in texts for sample in (0, 1)]
     assert [one.prompt.prompt_id for one in found.rollouts[::2]] == texts
     assert [score.total for score in found.scores] == [total or 0.0 for number in texts for total in totals[number]]
     assert found.group_ids == (0, 0, 1, 1, 2, 2)
@@ -99,28 +99,23 @@ def test_overlong_penalty_in_total_and_parts() -> None:
     assert found.greedy_scores == (1.0, 1.0, 0.5, 0.5, 0.0, 0.0)
 
 
-def test_all_groups_count_in_pass_counts() -> None:
+def test_all_groups_count_in_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = PassRatesConfig(draw="band", band=(0.25, 0.75), rest_weight=0.1, fade=0.5)
     counted = RowSampler(range(12), PassCounts.of([0] * 12, [0] * 12), settings)
     totals: list[Sequence[float | None]] = [EQUAL, LOST, TEACHES, (1.0, None), TEACHES, TEACHES]
     answerer = Written(make_config(*DYNAMIC), dict.fromkeys(range(12), LOST) | dict(enumerate(totals)))
 
-    weighed: list[list[float]] = []
-
-    class Unweighed(InOrder):
-        def set_weights(self, weights: np.ndarray) -> None:
-            weighed.append(weights.tolist())
-
-    found = collect(answerer, Unweighed(PROMPTS, seed=1), counted)
+    stream, weighed = InOrder(PROMPTS, seed=1), list[list[float]]()
+    monkeypatch.setattr(stream, "set_weights", lambda weights: weighed.append(weights.tolist()))
+    found = collect(answerer, stream, counted)
     assert weighed == [[1.0] * 12], "once a step"
     after = PassCounts.read(found.pass_counts, 12)
     assert after.samples.tolist() == [2, 0, 2, 1, 2, 2, *[0] * 6]
     assert after.passes.tolist() == [2, 0, 1, 1, 1, 1, *[0] * 6]
     assert found.pass_metrics["pass_rates/rows_retired"] == 2.0
     tally = {7: (1, 3)}
-    experience.count_solved(
-        [answerer._written(SamplingRequest(PROMPTS[number], 1, 0)) for number in (0, 2, 2, 1)], tally
-    )
+    again = [answerer._written(SamplingRequest(PROMPTS[number], 1, 0)) for number in (0, 2, 2, 1)]
+    experience.count_solved(again, tally)
     assert tally == {7: (1, 3), 0: (1, 1), 2: (2, 2)}
 
 
@@ -222,11 +217,8 @@ def test_prepared_prompts_belong_to_their_step(run: SmallRun, group: LocalGroup)
     group.each(Worker.sync_weights, 0)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
         answerer = experience.ResponseSampler(run.config, group, scoring, problems.decode)
-        fresh = [
-            experience.ExperienceCollector(answerer, problems.stream).collect(state, PhaseClock())
-            for state in (first, second)
-        ]
-        ahead = experience.ExperienceCollector(answerer, problems.stream)
+        one, other, ahead = (experience.ExperienceCollector(answerer, problems.stream) for _ in range(3))
+        fresh = [one.collect(first, PhaseClock()), other.collect(second, PhaseClock())]
         ahead.prepare(second)
         for state, expected in zip((second, first, second), (fresh[1], *fresh), strict=True):
             found = ahead.collect(state, PhaseClock())
@@ -244,9 +236,6 @@ def test_stream_batches_shrink(run: SmallRun, group: LocalGroup, monkeypatch: py
     assert found == [25, 18, 14, 10, 8, 8, 8, 8, 1]
 
 
-LENGTH = 64
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model with random weights, which samples all tokens."""
@@ -261,22 +250,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_scored_text_keeps_tags(model: Path, tmp_path: Path, skips: bool) -> None:
     run = prepare(
         tmp_path, f"model.path={model}", "warm_start.enabled=false", "data.scorer=tests.rollout.odd_scorers:thinks",
-        f"rollout.max_response_tokens={LENGTH}", f"rollout.skip_special_tokens={skips}",
-        "filter.max_prompt_tokens=64",
+        "rollout.max_response_tokens=64", f"rollout.skip_special_tokens={skips}", "filter.max_prompt_tokens=64",
     )  # fmt: skip
     tokenizer = load_tokenizer(model)
     problems = Problems.read(run.config, run.inputs)
     requests = make_requests(problems.stream.take(0, 8), 8, run_seed=1, stream=1, step=1)
-    with ExitStack() as opened:
-        group = LocalGroup(run.config, str(model))
-        opened.callback(group.close)
+    with closing(LocalGroup(run.config, str(model))) as group, ExitStack() as opened:
         group.each(Worker.sync_weights, 1)
-        answers = problems.build_sampler(run.inputs, opened)(group).sample(
-            requests, run.config.rollout.sampling, policy_version=1
-        )
+        sampler = problems.build_sampler(run.inputs, opened)(group)
+        answers = sampler.sample(requests, run.config.rollout.sampling, policy_version=1)
     rollouts, scores, texts = zip(*answers, strict=True)
-    closing = tokenizer.convert_tokens_to_ids("</think>")
-    has_tag = [closing in rollout.response_ids for rollout in rollouts]
+    tag = tokenizer.convert_tokens_to_ids("</think>")
+    has_tag = [tag in rollout.response_ids for rollout in rollouts]
     assert {*has_tag} == {True, False}
     assert [score.total for score in scores] == [float(has) for has in has_tag]
     ended = [rollout.response_ids[-1] == tokenizer.eos_token_id for rollout in rollouts]
@@ -284,6 +269,5 @@ def test_scored_text_keeps_tags(model: Path, tmp_path: Path, skips: bool) -> Non
     assert [text.endswith("<|im_end|>") for text in texts] == [has and not skips for has in ended]
     table = response_table(1, rollouts, scores, texts, problems.decode)
     assert table.column("answer").to_pylist() == [*texts]
-    assert table.column("prompt").to_pylist() == [
-        tokenizer.decode(rollout.prompt.token_ids, skip_special_tokens=True) for rollout in rollouts
-    ]
+    asked = [tokenizer.decode(rollout.prompt.token_ids, skip_special_tokens=True) for rollout in rollouts]
+    assert table.column("prompt").to_pylist() == asked

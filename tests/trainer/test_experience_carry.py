@@ -59,10 +59,8 @@ def naive_steps(run: SmallRun, group: LocalGroup) -> list[list[Any]]:
         new = []
         for number in range(8 - len(waiting)):
             (prompt,) = problems.stream.take(position + number, 1)
-            seeds = [
-                engine.response_seed(config.seed, engine.TRAINING_STREAM, step + 1, number, sample)
-                for sample in range(2)
-            ]
+            place = (config.seed, engine.TRAINING_STREAM, step + 1, number)
+            seeds = [engine.response_seed(*place, sample) for sample in range(2)]
             parts = whole(prompt, seeds, [])
             new.append({"prompt": prompt, "seeds": seeds, "parts": parts, "longest": max(len(t) for t, _ in parts)})
         position += len(new)
@@ -82,13 +80,11 @@ def test_steps_match_whole_responses(run: SmallRun, group: LocalGroup) -> None:
     found = []
     for state, experience in collect_steps(run, group, STEPS):
         rollouts = experience.rollouts
-        trained = [
-            [pair[0].prompt.prompt_id, [(r.response_ids.tolist(), r.finish_reason, r.num_stale) for r in pair]]
-            for pair in zip(rollouts[::2], rollouts[1::2], strict=True)
-        ]
+        whole = [(r.response_ids.tolist(), r.finish_reason, r.num_stale) for r in rollouts]
+        trained = [[rollouts[at].prompt.prompt_id, whole[at : at + 2]] for at in range(0, len(rollouts), 2)]
         parts = [each.rollout(state.policy_version) for each in experience.carried]
         ends = [(part.response_ids.tolist(), "cut" if part.is_cut else part.finish_reason) for part in parts]
-        carried = [(parts[place].prompt.prompt_id, ends[place : place + 2]) for place in range(0, len(parts), 2)]
+        carried = [(parts[at].prompt.prompt_id, ends[at : at + 2]) for at in range(0, len(parts), 2)]
         found.append([trained, carried, experience.cut_length])
         assert not any(rollout.is_cut for rollout in rollouts)
         assert {rollout.policy_version for rollout in rollouts} == {state.policy_version}
@@ -135,9 +131,8 @@ def test_text_keeps_every_bit() -> None:
     first, second = (each.rollout(9) for each in carried)
     assert (first.response_ids.tolist(), second.response_ids.tolist()) == ([0, 1, 2], [0, 1, 2, 3])
     assert second.behavior_logprobs.tobytes() == written(4).behavior_logprobs.tobytes()
-    assert [(r.policy_version, r.num_stale, r.is_cut, r.finish_reason) for r in (first, second)] == [
-        (9, 3, True, "length"), (9, 4, False, "stop")
-    ]  # fmt: skip
+    facts = [(r.policy_version, r.num_stale, r.is_cut, r.finish_reason) for r in (first, second)]
+    assert facts == [(9, 3, True, "length"), (9, 4, False, "stop")]
     request = carried[0].request(10)
     assert request.prompt.token_ids == (5, 6, 0, 1, 2)
     assert (request.sample_index, request.seed, request.max_tokens) == (0, engine.turn_seed(2**62, 1), 7)

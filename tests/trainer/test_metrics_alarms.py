@@ -123,13 +123,11 @@ def make_experience(totals: list[float | None], groups: list[int], reasons: str 
     """Return responses with these scores (None: unscored). A reason `l` is the token limit."""
     scores = tuple(Score(total or 0.0, {}, failure="lost" if total is None else None) for total in totals)
     ends: dict[str, FinishReason] = {"l": "length", "s": "stop"}
-    rollouts = tuple(
-        Rollout(
-            Prompt(10 * group, (5, 6), "countdown", "{}"), 0, np.array([7]), np.zeros(1, np.float32), ends[reason], 0
-        )
-        for group, reason in zip(groups, reasons or "s" * len(groups), strict=True)
-    )
-    return Experience(rollouts, scores, tuple(groups), ("",) * len(groups), len(set(groups)), 0, None)
+    rollouts = []
+    for group, reason in zip(groups, reasons or "s" * len(groups), strict=True):
+        prompt = Prompt(10 * group, (5, 6), "countdown", "{}")
+        rollouts.append(Rollout(prompt, 0, np.array([7]), np.zeros(1, np.float32), ends[reason], 0))
+    return Experience(tuple(rollouts), scores, tuple(groups), ("",) * len(groups), len(set(groups)), 0, None)
 
 
 @pytest.mark.parametrize(("totals", "groups", "has_alarm"), [

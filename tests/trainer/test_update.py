@@ -112,9 +112,8 @@ def test_policy_waits_for_critic_warmup(step: int, is_trained: bool) -> None:
 
 def test_update_without_steps_or_numbers_has_no_result() -> None:
     config, verbs = load_config(["experiment=debug", *PPO]), [Worker.update_critic, Worker.update_policy]
-    half = Ranks(
-        [rank_updates(PolicyStatistics, [True], failed=True)] * 2, [rank_updates(ValueStatistics, [True] * 2)] * 2
-    )
+    good = [rank_updates(ValueStatistics, [True] * 2)] * 2
+    half = Ranks([rank_updates(PolicyStatistics, [True], failed=True)] * 2, good)
     of_critic = Ranks([], [rank_updates(ValueStatistics, [True], failed=True)] * 2)
     without = Ranks([rank_updates(PolicyStatistics, [])] * 2, [rank_updates(ValueStatistics, [])] * 2)
     for ranks, failure, skipped, asked in (
