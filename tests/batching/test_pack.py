@@ -122,8 +122,8 @@ def test_pair_is_one_sequence_with_its_reference() -> None:
     longer, shorter = Demonstration((7, 8, 2, 3), (False, False, True, True)), Demonstration((5, 9), (False, True))
     references = (np.array(values, np.float32) for values in ([-1, -2, -3], [-4, -5]))
     pairs = [
-        Demonstration((7, 8, 1), (False, False, True), longer, next(references)),
-        Demonstration((5, 6), (False, True), shorter, next(references)),
+        Demonstration((7, 8, 1), (False, False, True), None, longer, next(references)),
+        Demonstration((5, 6), (False, True), None, shorter, next(references)),
     ]
     packed = packing.pack_demonstrations([*pairs, pairs[1].without_targets()])
     assert packed.token_ids.tolist() == [7, 8, 1, 7, 8, 2, 3, 5, 6, 5, 9, 5, 6, 5, 9]

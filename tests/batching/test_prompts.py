@@ -262,18 +262,6 @@ def test_weighted_order_is_pinned() -> None:
         assert [prompt.prompt_id - 100 for prompt in stream.take(20, 14)] == order
 
 
-def test_weighted_draws_have_expected_shares() -> None:
-    weights, rng, number = np.array([1.0, 0.5, 0.25, 0.05]), np.random.default_rng(5), 20_000
-    orders = [prompts.weighted_order(weights, rng)[:2].tolist() for _ in range(number)]
-    first = Counter(order[0] for order in orders)
-    second = Counter(order[1] for order in orders if order[0] == 0)
-    for found, left in ((first, [0, 1, 2, 3]), (second, [1, 2, 3])):
-        total = sum(found.values())
-        for row in left:
-            p = weights[row] / weights[left].sum()
-            assert abs(found[row] / total - p) < 4 * math.sqrt(p * (1 - p) / total)
-
-
 def test_mixture_draws_each_part_by_weights() -> None:
     second, third = ([Prompt(first + index, (index,), "other", "{}") for index in range(3)] for first in (200, 300))
     stream = prompts.MixedStream([ROW_PROMPTS, second, third], [2.0, 1.0, 1.0], seed=2)

@@ -28,17 +28,6 @@ def fingerprint_with(*overrides: str, filtered: Path = FILTERED) -> str:
 
 
 @pytest.mark.parametrize("override", [
-    "seed=77", "model.scratch.num_layers=5", "model.dtype=bfloat16", "warm_start.optim.lr=0.5",
-    "warm_start.dpo_beta=0.5", "warm_start.stop_at_reward=0.77", "rollout.max_response_tokens=17",
-    "rollout.sampling.temperature=0.5", "rollout.sampling.top_p=0.5", "data.scorer=tests.helpers.harmful:never_ends",
-    "reward.weights={correct: 1.0}", "reward.judge.model=other", "sandbox.memory_mb=1024", "rollout.dtype=bfloat16",
-    "rollout.skip_special_tokens=false",
-])  # fmt: skip
-def test_fingerprint_depends_on_training_settings(override: str) -> None:
-    assert fingerprint_with(override) != fingerprint_with()
-
-
-@pytest.mark.parametrize("override", [
     "reward.weights={correct: 1.0}", "reward.judge.highest=5", "rollout.skip_special_tokens=false", "sandbox.time_s=2",
 ])  # fmt: skip
 def test_fingerprints_of_pass_rates_and_suites_include_scoring(override: str) -> None:

@@ -57,7 +57,6 @@ def test_object_store_fits_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert spilled_bytes(small) == cluster.LEAST_STORE_BYTES
     monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: usage._replace(free=64 * 1024**2))  # a container's
     assert store_bytes(large) == cluster.LEAST_STORE_BYTES
-
     packed = pack_demonstrations([Demonstration((5, 6, 7), (False, True, True))])
     per_token = [getattr(packed, field.name) for field in fields(packed)]
     of_packed = sum(tensor.element_size() for tensor in per_token if len(tensor) == packed.num_tokens)

@@ -104,7 +104,6 @@ def test_all_groups_count_in_pass_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     counted = RowSampler(range(12), PassCounts.of([0] * 12, [0] * 12), settings)
     totals: list[Sequence[float | None]] = [EQUAL, LOST, TEACHES, (1.0, None), TEACHES, TEACHES]
     answerer = Written(make_config(*DYNAMIC), dict.fromkeys(range(12), LOST) | dict(enumerate(totals)))
-
     stream, weighed = InOrder(PROMPTS, seed=1), list[list[float]]()
     monkeypatch.setattr(stream, "set_weights", lambda weights: weighed.append(weights.tolist()))
     found = collect(answerer, stream, counted)

@@ -206,7 +206,6 @@ def test_non_finite_loss_names_its_rows(tmp_path: Path) -> None:
         (gradients,) = group.each(lambda worker: [p.grad for p in worker.actor.model.parameters()])
     assert all(torch.equal(before[name], after[name]) for name in before), "no step must be taken"
     assert all(gradient is None for gradient in gradients), "gradients must be released"
-
     assert str(caught.value).endswith("non-finite inputs in no single row: its inputs are all finite.")
     file = run.layout.failures / "step-000001.safetensors"
     batch = load_file(file)

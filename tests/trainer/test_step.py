@@ -156,8 +156,7 @@ def test_policy_learns_from_a_larger_teacher(root: Path, more: tuple[str, ...]) 
 
 @pytest.mark.parametrize("more", [(), MANY_TOKENS], ids=" ".join)
 def test_each_data_source_has_its_teacher(root: Path, more: tuple[str, ...]) -> None:
-    """A second teacher that equals the first one changes nothing. A different one changes only the numbers of its
-    prompts."""
+    """A second teacher that equals the first one changes nothing. Another changes only the numbers of its prompts."""
     first = other_model(root, ScratchModel(hidden_size=48, num_layers=2))
     second = other_model(root, ScratchModel(hidden_size=32, num_layers=1))
     by_source = ((), (f"algo.teacher.by_source.countdown={first}",), (f"algo.teacher.by_source.countdown={second}",))
@@ -172,8 +171,7 @@ def test_each_data_source_has_its_teacher(root: Path, more: tuple[str, ...]) -> 
 
 def test_critic_flops_by_its_shape(root: Path) -> None:
     scratch = ScratchModel(hidden_size=16, num_layers=3, num_heads=1, intermediate_size=24)
-    folder = other_model(root, scratch)
-    run = prepare(root, "algo=ppo", "runtime.peak_tflops=1", f"critic.path={folder}")
+    run = prepare(root, "algo=ppo", "runtime.peak_tflops=1", f"critic.path={other_model(root, scratch)}")
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         info = group.each(Worker.info)[0]
     own = ModelShape.of_scratch(run.config.model.scratch)

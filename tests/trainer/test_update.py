@@ -46,17 +46,10 @@ def test_update_metrics_by_settings(settings_of: AlgoConfig, more: dict[str, flo
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    ("", False),
-    ("trainer.mini_batch_size=2", True),
-    ("trainer.epochs_per_batch=2", True),
-    ("algo.importance.mode=truncate", True),
-    ("algo.rejection.level=sequence-mean", True),
-    ("algo.kl.where=reward", True),
-    ("algo.kl.where=loss", False),
-    ("algo.top_entropy=0.9", True),
-    ("algo.clip_cov.share=0.1", True),
-    ("algo.policy_loss=kl_cov", True),
-    ("trainer.old_logprobs=recompute", True),
+    ("", False), ("trainer.mini_batch_size=2", True), ("trainer.epochs_per_batch=2", True),
+    ("algo.importance.mode=truncate", True), ("algo.rejection.level=sequence-mean", True),
+    ("algo.kl.where=reward", True), ("algo.kl.where=loss", False), ("algo.top_entropy=0.9", True),
+    ("algo.clip_cov.share=0.1", True), ("algo.policy_loss=kl_cov", True), ("trainer.old_logprobs=recompute", True),
     ("trainer.old_logprobs=behavior trainer.mini_batch_size=2", False),
 ])  # fmt: skip
 def test_needs_old_logprobs(words: str, expected: bool) -> None:

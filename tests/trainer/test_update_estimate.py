@@ -120,11 +120,11 @@ def test_advantage_of_teacher_token_by_token(with_reward: bool) -> None:
     by_rewards, passes = run_estimate(packed), (old, None, None, None, teacher)
     found = run_estimate(packed, *passes, teacher=settings)
     expected, differences = [], []
-    for token in range(packed.num_tokens):
-        is_response = bool(packed.loss_mask[token])
-        differences += [float(old[token] - teacher[token])] if is_response else []
+    for token, is_response in enumerate(packed.loss_mask.tolist()):
+        distance = float(old[token] - teacher[token])
+        differences += [distance] if is_response else []
         reward = float(by_rewards.batch.advantages[token]) if with_reward else 0.0
-        expected.append(reward + (0.5 * float(teacher[token] - old[token]) if is_response else 0.0))
+        expected.append(reward - 0.5 * distance * is_response)
     assert found.batch.advantages.tolist() == pytest.approx(expected, rel=1e-6)
     assert found.teacher_kl == pytest.approx(sum(differences) / len(differences), rel=1e-6)
     assert by_rewards.teacher_kl is None
@@ -182,9 +182,8 @@ def by_response(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:
 
 @pytest.mark.parametrize("method", [*sorted(GROUP_ADVANTAGES), "remax", "gae", "reinforce_pp"])
 def test_unscored_responses_do_not_change_advantages(method: str) -> None:
-    batch = Batch()
+    batch, everyone = Batch(), list(range(NUM_ANSWERS))
     algo = AlgoConfig(advantage=method, kl=KlConfig(where="reward"), gamma=0.9 if method == "gae" else 1.0)
-    everyone = list(range(NUM_ANSWERS))
     scored = [index for index in everyone if index not in UNSCORED]
     # A single scored response of a group has no advantage.
     taught = [index for index in scored if method not in GROUP_ADVANTAGES or index != LONE]
@@ -192,16 +191,14 @@ def test_unscored_responses_do_not_change_advantages(method: str) -> None:
     with_them, without = by_response(found, everyone), by_response(expected, taught)
     for index in taught:
         torch.testing.assert_close(with_them[index], without[index], rtol=1e-6, atol=1e-7)
-    for index in set(everyone) - set(taught):
-        assert not with_them[index].any()
+    assert not any(with_them[index].any() for index in set(everyone) - set(taught))
     if len(taught) == len(scored):
         assert found.kl_in_reward == pytest.approx(expected.kl_in_reward, rel=1e-6)
 
 
 def test_unscored_greedy_response_is_no_baseline() -> None:
-    batch, algo = Batch(), AlgoConfig(advantage="remax")
     everyone = list(range(NUM_ANSWERS))
-    advantages = by_response(batch.estimated(everyone, algo, no_greedy=3), everyone)
+    advantages = by_response(Batch().estimated(everyone, AlgoConfig(advantage="remax"), no_greedy=3), everyone)
     assert not any(advantages[index].any() for index in range(12, 16))
     assert advantages[0].any()
 
