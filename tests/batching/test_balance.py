@@ -205,8 +205,7 @@ def test_too_few_prompts_are_cut_by_response() -> None:
     """Five prompts with two answers each compute 25 tokens, 5 a prompt: in 6 parts none may hold more than 5."""
     batch = answers([(2, (1, 1))] * 5)
     assert Sizes.from_batch(batch, share_prompts=True).num_computed() == 25
-    together = micro_batches(batch, 5, share_prompts=True)
-    assert sorted(together) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert sorted(micro_batches(batch, 5, share_prompts=True)) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert micro_batches(answers([(10, (1, 1, 1, 1))]), 2, share_prompts=True) == [[0], [1, 2, 3]]
     alone = micro_batches(batch, 6, share_prompts=True)
     assert sorted(map(len, alone)) == [1, 1, 2, 2, 2, 2]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -19,17 +20,6 @@ from rlcore.run.stop import StopFlag
 from rlcore.tracking.lineage import Origin
 
 Event = Mapping[str, object]
-
-
-class FakeStop(StopFlag):
-    """A stop request that the test sets."""
-
-    def __init__(self, requested: bool = False) -> None:
-        super().__init__(lambda: None)
-        self.requested = requested
-
-    def __call__(self) -> bool:
-        return self.requested
 
 
 class Commands:
@@ -55,10 +45,11 @@ class Commands:
         return "stopped after step 3"
 
 
-def served(session: Commands, *commands: Event, stop: StopFlag | None = None) -> tuple[int, list[Event]]:
-    replies: list[Event] = []
-    code = serve(cast(Session, session), iter(commands), replies.append, stop or FakeStop())
-    return code, replies
+def served(session: Commands, *commands: Event, is_stopped: bool = False) -> tuple[int, list[Event]]:
+    replies, stop = list[Event](), StopFlag(lambda: None)
+    if is_stopped:
+        stop._handle(signal.SIGTERM, None)
+    return serve(cast(Session, session), iter(commands), replies.append, stop), replies
 
 
 def test_commands_are_served_until_close() -> None:
@@ -92,7 +83,7 @@ def test_stop_between_two_commands_saves(caplog: pytest.LogCaptureFixture) -> No
     for error, kind, message in (saved, (no_room, "DataError", "no room")):
         session = Commands(at_the_end=error)
         reply = {"event": "error", "command": "stop", "type": kind, "message": message}
-        assert served(session, {"command": "train"}, stop=FakeStop(True)) == (75, [reply])
+        assert served(session, {"command": "train"}, is_stopped=True) == (75, [reply])
         assert session.called == ([error] if error else [])
     assert "the last finished step is not saved\nTraceback" in caplog.text
 
@@ -156,7 +147,7 @@ def test_error_before_the_first_command_is_reported(monkeypatch, tmp_path, pipes
 
     monkeypatch.setattr(process, "Session", fails)
     Origin(RunConfig()).write(tmp_path)
-    assert process.run(tmp_path, pipes.channel, FakeStop()) == code
+    assert process.run(tmp_path, pipes.channel, StopFlag(lambda: None)) == code
     assert str(error) in caplog.text
     reply = {"event": "error", "command": "start", "type": type(error).__name__, "message": str(error)}
     assert json.loads(os.read(pipes.replies, 1000)) == reply

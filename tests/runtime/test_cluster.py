@@ -41,16 +41,12 @@ def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield cluster.private_folder()
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
-
-
 def test_folder_and_token_are_private(private: Path) -> None:
     private.mkdir()
     private.chmod(0o777)
     environment = cluster.loopback_environment()
     secret = Path(environment["RAY_AUTH_TOKEN_PATH"])
-    assert (mode(private), mode(secret)) == (0o700, 0o600)
+    assert [stat.S_IMODE(path.lstat().st_mode) for path in (private, secret)] == [0o700, 0o600]
     assert len(secret.read_text()) == 64
     assert cluster.loopback_environment() == environment
     assert secret.read_text() == Path(cluster.token_file()).read_text(), "one for all clusters of a user"
