@@ -113,7 +113,7 @@ def test_resume_reports_refused_checkpoints(record: RunRecord, reported: Reporte
     assert str(reported[3]["text"]).endswith("fits: it was cut; it lacks steps 1-2 permanently")
 
 
-def test_saves_tell_the_next_size_and_the_end(record: RunRecord) -> None:
+def test_next_size_and_end_follow_the_saves(record: RunRecord) -> None:
     assert (record.next_save_bytes, record._is_finished) == (0, False)
     record.first_save_bytes = 5
     assert record.next_save_bytes == 5

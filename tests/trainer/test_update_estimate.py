@@ -30,7 +30,7 @@ def make_batch() -> PackedBatch:
 
 
 def run_estimate(packed: PackedBatch, *passes: Tensor | None, cut: tuple[int, ...] = (), **algo: Any) -> Estimate:
-    """Estimate with advantages `dr_grpo`, if not told otherwise. `cut`: numbers of truncated responses."""
+    """Estimate with advantages `dr_grpo`, unless `algo` names others. `cut`: numbers of truncated responses."""
     parts, is_cut = (packed.scores[:, None], torch.ones(1)), torch.zeros(packed.num_sequences, dtype=torch.bool)
     is_cut[[*cut]] = True
     config, results = AlgoConfig(**{"advantage": "dr_grpo", **algo}), ForwardResults(*passes)
