@@ -81,7 +81,7 @@ def test_exploding_gradient_is_skipped(root: Path) -> None:
 
 def test_one_mini_batch_above_bound_is_skipped(root: Path) -> None:
     """The bound is between the two norms, just above their mean (the metric)."""
-    halves = ("trainer.mini_batch_size=4", "optim.lr=1e-7")
+    halves = ("trainer.mini_batch_size=4", "optim.lr=1e-8")
     (plain,), _ = run_steps(root, 1, *halves)
     mean = plain.metrics["actor/grad_norm"]
     bound = f"alarms.grad_norm_above={1.001 * mean}"
