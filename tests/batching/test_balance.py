@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -23,18 +24,16 @@ LENGTHS = st.lists(st.integers(1, 1500), min_size=1, max_size=60)
 
 @given(LENGTHS, st.integers(1, 8))
 def test_partition_covers_every_index_once(lengths: list[int], num_parts: int) -> None:
-    num_parts = min(num_parts, len(lengths))
-    parts = partition(lengths, num_parts)
+    parts = partition(lengths, min(num_parts, len(lengths)))
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
-    assert len(parts) == num_parts
-    assert all(parts)
+    assert [bool(part) for part in parts] == [True] * min(num_parts, len(lengths))
     sums = [sum(lengths[i] for i in part) for part in parts]
     assert max(sums) - min(sums) <= max(lengths)
 
 
 @given(st.integers(1, 6), st.integers(1, 10), st.randoms(use_true_random=False))
-def test_partition_with_equal_counts(num_parts: int, each: int, random: object) -> None:
-    lengths = [random.randint(1, 900) for _ in range(num_parts * each)]  # type: ignore[attr-defined]
+def test_partition_with_equal_counts(num_parts: int, each: int, random: Random) -> None:
+    lengths = [random.randint(1, 900) for _ in range(num_parts * each)]
     parts = partition(lengths, num_parts, equal_counts=True)
     assert [len(part) for part in parts] == [each] * num_parts
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
@@ -105,21 +104,19 @@ SHAPE = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
 def test_costs_count_operations() -> None:
     """Compare with a count token by token: the layers' weights, the head at targets with a loss, each earlier token."""
     batch = drawn_batch(np.random.default_rng(3), 12, mean=40, longest=200)
-    for index, cost in enumerate(Sizes.from_batch(batch, share_prompts=False).costs(SHAPE)):
-        start, stop = batch.cu_seqlens[index], batch.cu_seqlens[index + 1]
+    lengths, sizes = batch.sequence_lengths().tolist(), Sizes.from_batch(batch, share_prompts=False)
+    parts = [part.tolist() for part in batch.loss_mask.split(lengths)]
+    for part, cost in zip(parts, sizes.costs(SHAPE), strict=True):
         counted = 0
-        for place, has_loss in enumerate(batch.loss_mask[start:stop].tolist()):
+        for place, has_loss in enumerate(part):
             counted += SHAPE.layers * SHAPE.layer_weights + SHAPE.embedding * has_loss
             counted += SHAPE.layers * SHAPE.query_width * (2 * place + 1)  # the square, token by token
         assert cost == counted
-    lengths = batch.sequence_lengths().tolist()
-    assert Sizes.from_batch(batch, share_prompts=False).costs(None) == lengths
-    parts = batch.loss_mask.split(lengths)
-    assert batch.loss_lengths().tolist() == [sum(part.tolist()) for part in parts]
-    everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
-    assert [6.0 * cost for cost in Sizes.from_batch(everywhere, share_prompts=False).costs(SHAPE)] == [
-        SHAPE.update_flops([length], num_targets=length) for length in lengths
-    ]
+    assert sizes.costs(None) == lengths
+    assert batch.loss_lengths().tolist() == [*map(sum, parts)]
+    everywhere = Sizes.from_batch(replace(batch, loss_mask=torch.ones_like(batch.loss_mask)), share_prompts=False)
+    flops = [SHAPE.update_flops([length], num_targets=length) for length in lengths]
+    assert [6.0 * cost for cost in everywhere.costs(SHAPE)] == flops
 
 
 def waiting(batch: PackedBatch, ranks: int, shape: ModelShape | None) -> float:
@@ -132,13 +129,10 @@ def waiting(batch: PackedBatch, ranks: int, shape: ModelShape | None) -> float:
     return float(np.max(by_rank, axis=0).sum() / np.mean(np.sum(by_rank, axis=1)) - 1)
 
 
-@pytest.mark.parametrize(
-    ("mean", "longest", "sequences"), [(183, 1_024, 160), (3_000, 16_384, 320)], ids=["gsm8k", "long"]
-)
+@pytest.mark.parametrize(("mean", "longest", "sequences"), [(183, 1_024, 160), (3_000, 16_384, 320)])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_ranks_wait_less_than_one_percent(num_ranks: int, mean: float, longest: int, sequences: int) -> None:
     batch = drawn_batch(np.random.default_rng(num_ranks), sequences, mean=mean, longest=longest)
-
     by_cost, by_tokens = (waiting(batch, num_ranks, shape) for shape in (SHAPE, None))
     assert by_cost <= 0.01
     assert by_cost <= by_tokens
@@ -149,11 +143,8 @@ def test_one_rank_is_cut_by_tokens() -> None:
     found = [Balancer(num_ranks=1, max_tokens=2_048, shape=shape).assign(batch, 40).whole for shape in (SHAPE, None)]
     assert found[0] == found[1]
     assert found[0].num_micro > 3
-
-
-def test_slowest_rank_sets_num_micro_batches() -> None:
     batch = answers([(1, (length,)) for length in (100, 1, 1, 1)])
-    assert Balancer(num_ranks=2, max_tokens=50, shape=None).assign(batch, 4).whole.num_micro == 2
+    assert Balancer(num_ranks=2, max_tokens=50, shape=None).assign(batch, 4).whole.num_micro == 2, "by the slowest rank"
 
 
 def most_tokens(batch: PackedBatch, shares: RankShares, dealer: Balancer) -> int:
@@ -174,7 +165,6 @@ def test_whole_pass_keeps_shares_of_optimizer_steps(num_ranks: int, share_prompt
     """Each mini-batch is assigned as it would be alone, and a pass over all mini-batches is within the budget."""
     batch = drawn_batch(np.random.default_rng(3), 48, mean=400, longest=2_048)
     dealer = Balancer(num_ranks, 2_048, SHAPE, share_prompts)
-
     found = dealer.assign(batch, 4)
     sizes = Sizes.from_batch(batch, share_prompts=share_prompts)
     for number, shares in enumerate(found.mini_batches):
@@ -201,25 +191,21 @@ def test_select_neighbours_without_copy() -> None:
     assert select(batch, range(12)) is batch
     chosen = select(batch, [4, 5, 6])
     assert chosen.token_ids.data_ptr() == batch.token_ids[int(batch.cu_seqlens[4]) :].data_ptr()
-    copied = select(batch, [6, 4, 5])
-    back = select(copied, [1, 2, 0])
+    back = select(select(batch, [6, 4, 5]), [1, 2, 0])
     for field in fields(chosen):
         assert torch.equal(getattr(chosen, field.name), getattr(back, field.name)), field.name
 
 
 def test_mini_batches_hold_whole_groups_in_order() -> None:
-    groups = torch.tensor([3, 1, 3, 2, 1, 0])
-    assert mini_batches(groups, 3) == [[0, 2, 1, 4, 3], [5]]
-    assert mini_batches(groups, 1) == [[0, 2], [1, 4], [3], [5]]
-    assert mini_batches(groups, 9) == [[0, 2, 1, 4, 3, 5]]
+    cuts = {3: [[0, 2, 1, 4, 3], [5]], 1: [[0, 2], [1, 4], [3], [5]], 9: [[0, 2, 1, 4, 3, 5]]}
+    assert {size: mini_batches(torch.tensor([3, 1, 3, 2, 1, 0]), size) for size in cuts} == cuts
 
 
 def test_too_few_prompts_are_cut_by_response() -> None:
     """Five prompts with two answers each compute 25 tokens, 5 a prompt: in 6 parts none may hold more than 5."""
     batch = answers([(2, (1, 1))] * 5)
     assert Sizes.from_batch(batch, share_prompts=True).num_computed() == 25
-    together = micro_batches(batch, 5, share_prompts=True)
-    assert sorted(together) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert sorted(micro_batches(batch, 5, share_prompts=True)) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert micro_batches(answers([(10, (1, 1, 1, 1))]), 2, share_prompts=True) == [[0], [1, 2, 3]]
     alone = micro_batches(batch, 6, share_prompts=True)
     assert sorted(map(len, alone)) == [1, 1, 2, 2, 2, 2]
@@ -268,11 +254,10 @@ def test_partition_is_pinned() -> None:
 
 
 def test_partition_error_names_numbers() -> None:
-    for number in (0, 4):
-        with pytest.raises(ValueError, match=rf"^cannot cut 3 sequences into {number} non-empty parts$"):
-            partition([3, 2, 1], number)
-    with pytest.raises(ValueError, match=r"^2 parts of equal count do not divide 3 sequences$"):
-        partition([3, 2, 1], 2, equal_counts=True)
+    cannot = "cannot cut 3 sequences into {} non-empty parts"
+    for number, rule in ((0, cannot), (4, cannot), (2, "{} parts of equal count do not divide 3 sequences")):
+        with pytest.raises(ValueError, match=f"^{rule.format(number)}$"):
+            partition([3, 2, 1], number, equal_counts=number == 2)
 
 
 def test_equal_prompts_are_assigned_whole() -> None:

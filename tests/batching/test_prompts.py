@@ -1,6 +1,7 @@
 """Filtered files, and the order of prompts."""
 
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -9,20 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.batching.prompts import (
-    BLOCK,
-    WEIGHTED_SEED,
-    Demonstration,
-    MixedStream,
-    PassCounts,
-    PromptStream,
-    RowSampler,
-    is_chat,
-    read_demonstrations,
-    read_prompts,
-    read_solutions,
-    weighted_order,
-)
+from rlcore.batching import prompts
+from rlcore.batching.prompts import BLOCK, Demonstration, MixedStream, PassCounts, PromptStream, RowSampler
 from rlcore.config import PassRatesConfig
 from rlcore.errors import CheckpointError, DataError
 from rlcore.types import Prompt
@@ -33,7 +22,7 @@ COLUMNS = {"prompt_ids": [[5, 6], [7]], "ground_truth_json": ["{}", "[]"], "data
 
 def message(file: Path) -> str:
     with pytest.raises(DataError) as caught:
-        read_prompts(file)
+        prompts.read_prompts(file)
     return str(caught.value)
 
 
@@ -41,9 +30,8 @@ def test_missing_or_damaged_file_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     assert message(file) == f"{file}: no such file. {REMEDY}"
     file.write_bytes(b"PAR1 and no more")
-    text = message(file)
-    assert text.startswith(f"{file}: cannot be read as parquet (")
-    assert text.endswith(f"); it is damaged or cut short. {REMEDY}")
+    rule = rf"{file}: cannot be read as parquet \(.*\); it is damaged or cut short\. {re.escape(REMEDY)}"
+    assert re.fullmatch(rule, message(file), re.DOTALL)
 
 
 def test_wrong_column_is_reported_with_expected_type(tmp_path: Path) -> None:
@@ -65,52 +53,40 @@ def test_wrong_column_is_reported_with_expected_type(tmp_path: Path) -> None:
 
 def test_large_types_are_read_in_order(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
-    large = pa.table(
-        {
-            "prompt_ids": pa.array([[5, 6], [7]], pa.large_list(pa.int32())),
-            "ground_truth_json": pa.array(["{}", "[]"], pa.large_string()),
-            "data_source": ["mine", "other"],
-            "extra_info": [{"difficulty": None, "index": 7}, {"difficulty": 3, "index": 2}],
-        }
-    )
-    pq.write_table(large, file)
-    assert read_prompts(file) == [Prompt(7, (5, 6), "mine", "{}", 0), Prompt(2, (7,), "other", "[]", 3)]
+    large = {
+        **COLUMNS, "prompt_ids": pa.array(COLUMNS["prompt_ids"], pa.large_list(pa.int32())),
+        "ground_truth_json": pa.array(COLUMNS["ground_truth_json"], pa.large_string()),
+        "extra_info": [{"difficulty": None, "index": 7}, {"difficulty": 3, "index": 2}],
+    }  # fmt: skip
+    pq.write_table(pa.table(large), file)
+    assert prompts.read_prompts(file) == [Prompt(7, (5, 6), "mine", "{}", 0), Prompt(2, (7,), "other", "[]", 3)]
     pq.write_table(pa.table({**COLUMNS, "extra_info": [{"index": 7}, {"index": 2}]}), file)
-    assert [prompt.difficulty for prompt in read_prompts(file)] == [0, 0]
+    assert [prompt.difficulty for prompt in prompts.read_prompts(file)] == [0, 0]
 
 
-@pytest.mark.parametrize(("said", "expected"), [
-    (None, True),
-    (b"{}", True),
-    (b'{"origin": {}}', True),
-    (b'{"origin": {"prompt_form": "chat"}}', True),
-    (b'{"origin": {"prompt_form": "text"}}', False),
-])  # fmt: skip
-def test_is_chat_unless_metadata_says_text(tmp_path: Path, said: bytes | None, expected: bool) -> None:
-    table = pa.table(COLUMNS)
-    pq.write_table(
-        table if said is None else table.replace_schema_metadata({b"millrace": said}), tmp_path / "a.parquet"
-    )
-    assert is_chat(tmp_path / "a.parquet") is expected
+def test_is_chat_unless_metadata_says_text(tmp_path: Path) -> None:
+    file, table = tmp_path / "a.parquet", pa.table(COLUMNS)
+    pq.write_table(table, file)
+    assert prompts.is_chat(file)
+    for said in (b"{}", b'{"origin": {}}', *(b'{"origin": {"prompt_form": "%b"}}' % of for of in (b"chat", b"text"))):
+        pq.write_table(table.replace_schema_metadata({b"millrace": said}), file)
+        assert prompts.is_chat(file) == (b"text" not in said), said
 
 
 def test_solutions_have_targets_and_distractors(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     columns = {"prompt_ids": [[5, 6], [7], [8]], "solution_ids": [[1, 2], [], [3]], "distractor_ids": [[4], [4], []]}
     pq.write_table(pa.table(columns, pa.schema([(name, pa.list_(pa.int64())) for name in columns])), file)
-    assert read_solutions(file) == [
-        Demonstration([5, 6, 1, 2], [False, False, True, True], Demonstration([5, 6, 4], [False, False, True])),
-        Demonstration([8, 3], [False, True]),
-    ]
+    distractor = Demonstration([5, 6, 4], [False, False, True])
+    first = Demonstration([5, 6, 1, 2], [False, False, True, True], distractor)
+    assert prompts.read_solutions(file) == [first, Demonstration([8, 3], [False, True])]
 
 
 def test_demonstration_targets_are_every_second_length(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"token_ids": [[5, 6, 7, 8, 9], [5]], "answer_lengths": [[1, 2, 0, 2], [0, 1]]}), file)
-    assert read_demonstrations(file) == [
-        Demonstration([5, 6, 7, 8, 9], [False, True, True, True, True]),
-        Demonstration([5], [True]),
-    ]
+    first = Demonstration([5, 6, 7, 8, 9], [False, True, True, True, True])
+    assert prompts.read_demonstrations(file) == [first, Demonstration([5], [True])]
 
 
 PROMPTS = [Prompt(index, (index,), "countdown", "{}") for index in range(10)]
@@ -136,9 +112,6 @@ def test_position_determines_prompts() -> None:
     jumping = PromptStream(PROMPTS, seed=1)
     assert ids(jumping, 28, 5) == whole[28:33]
     assert ids(jumping, 3, 5) == whole[3:8]
-
-
-def test_empty_stream_is_rejected() -> None:
     with pytest.raises(DataError, match="loosen the filter"):
         PromptStream([], seed=1)
 
@@ -153,12 +126,8 @@ def test_order_is_pinned() -> None:
         assert ids(PromptStream(PROMPTS, seed=1, part=part), 0, 20) == order
 
 
-def part(name, size):
-    return [Prompt(index, (index,), name, "{}") for index in range(size)]
-
-
 SIZES, WEIGHTS = {"a": 50, "b": 7, "c": 900}, (0.1, 3.0, 1.7)
-PARTS = [part(name, size) for name, size in SIZES.items()]
+PARTS = [[Prompt(index, (index,), name, "{}") for index in range(size)] for name, size in SIZES.items()]
 
 
 def draw(position, count, seed=1, weights=WEIGHTS):
@@ -194,12 +163,8 @@ def test_position_seed_and_weights_determine_mixture():
         assert draw(position, 40) == whole[position : position + 40]
     stream = MixedStream(PARTS, WEIGHTS, seed=1)
     for position, count in ((2_000, 5), (3, 1_100), (0, 4)):
-        assert [(p.data_source, p.prompt_id) for p in stream.take(position, count)] == whole[
-            position : position + count
-        ]
-
-
-def test_too_small_weight_is_rejected():
+        found = [(p.data_source, p.prompt_id) for p in stream.take(position, count)]
+        assert found == whole[position : position + count]
     with pytest.raises(DataError) as caught:
         MixedStream(PARTS, (2.047, 0.001, 0.001), seed=1)
     rule = "data.parts: entry 1: weight must be at least a 1024th of the sum of all weights (0.00200098), got 0.001; "
@@ -227,12 +192,10 @@ def naive_order(weights: list[float], seed: tuple[int, ...]) -> list[int]:
 
 def test_count_update_equals_naive_twin() -> None:
     groups = {0: (3, 8), 1: (0, 1), 3: (0, 2), 5: (0, 0), 6: (1, 8)}
-    expected = [
-        (fade * c + k, fade * s + n)
-        for row, (c, s) in enumerate(ROWS)
-        for k, n in (groups.get(row, (0, 0)),)
-        for fade in (0.5 if n else 1.0,)
-    ]
+    expected = []
+    for row, (c, s) in enumerate(ROWS):
+        k, n = groups.get(row, (0, 0))
+        expected.append((0.5 * c + k, 0.5 * s + n) if n else (c, s))
     rows = RowSampler([prompt.prompt_id for prompt in ROW_PROMPTS], COUNTS, BAND)
     text, _ = rows.update(COUNTS.text(), {ROW_PROMPTS[row].prompt_id: found for row, found in groups.items()})
     after = PassCounts.read(text, len(ROWS))
@@ -243,11 +206,10 @@ def test_count_update_equals_naive_twin() -> None:
 
 def test_retired_row_is_revived() -> None:
     rows = RowSampler([prompt.prompt_id for prompt in ROW_PROMPTS], COUNTS, BAND)
-    retired, back = {102: (8, 8), 103: (0, 8)}, {100: (6, 8)}
-    after, metrics = rows.update("", retired)
-    assert (metrics["pass_rates/rows_retired"], metrics["pass_rates/rows_revived"]) == (2, 0)
-    text, metrics = rows.update(after, back)
-    assert (metrics["pass_rates/rows_retired"], metrics["pass_rates/rows_revived"]) == (0, 1)
+    text = ""
+    for solved, counts in (({102: (8, 8), 103: (0, 8)}, (2, 0)), ({100: (6, 8)}, (0, 1))):
+        text, metrics = rows.update(text, solved)
+        assert (metrics["pass_rates/rows_retired"], metrics["pass_rates/rows_revived"]) == counts
     assert metrics["pass_rates/retired_share"] == 4 / 7
     again = PassCounts.read(text, len(ROWS))
     rates = [c / s for c, s in zip(again.passes.tolist(), again.samples.tolist(), strict=True) if s]
@@ -269,8 +231,8 @@ def test_weighted_stream_equals_naive_twin() -> None:
     stream = PromptStream(ROW_PROMPTS, seed=3)
     stream.set_weights(weights)
     drawn = [*stream.take(20, 4), *stream.take(24, 6)]  # a refill continues in the same order, and beyond its end
-    expected = naive_order(weights.tolist(), (WEIGHTED_SEED, 3, 20, 0))
-    expected += naive_order(weights.tolist(), (WEIGHTED_SEED, 3, 20, 1))[:3]
+    expected = naive_order(weights.tolist(), (prompts.WEIGHTED_SEED, 3, 20, 0))
+    expected += naive_order(weights.tolist(), (prompts.WEIGHTED_SEED, 3, 20, 1))[:3]
     assert [prompt.prompt_id - 100 for prompt in drawn] == expected
     assert sorted(expected[:7]) == list(range(7)), "no row comes twice before all were drawn"
     again = PromptStream(ROW_PROMPTS, seed=3)
@@ -283,25 +245,11 @@ def test_weighted_stream_equals_naive_twin() -> None:
 
 def test_weighted_order_is_pinned() -> None:
     """A run that resumes with another version of Millrace must draw the same prompts."""
-    for part, order in (
-        (None, [4, 6, 2, 3, 0, 5, 1, 3, 4, 6, 2, 1, 5, 0]),
-        (0, [6, 0, 3, 2, 4, 1, 5, 4, 2, 3, 6, 5, 1, 0]),
-    ):
+    orders = {None: [4, 6, 2, 3, 0, 5, 1, 3, 4, 6, 2, 1, 5, 0], 0: [6, 0, 3, 2, 4, 1, 5, 4, 2, 3, 6, 5, 1, 0]}
+    for part, order in orders.items():
         stream = PromptStream(ROW_PROMPTS, seed=3, part=part)
         stream.set_weights(COUNTS.weights(BAND))
         assert [prompt.prompt_id - 100 for prompt in stream.take(20, 14)] == order
-
-
-def test_weighted_draws_have_expected_shares() -> None:
-    weights, rng, number = np.array([1.0, 0.5, 0.25, 0.05]), np.random.default_rng(5), 20_000
-    orders = [weighted_order(weights, rng)[:2].tolist() for _ in range(number)]
-    first = Counter(order[0] for order in orders)
-    second = Counter(order[1] for order in orders if order[0] == 0)
-    for found, left in ((first, [0, 1, 2, 3]), (second, [1, 2, 3])):
-        total = sum(found.values())
-        for row in left:
-            p = weights[row] / weights[left].sum()
-            assert abs(found[row] / total - p) < 4 * math.sqrt(p * (1 - p) / total)
 
 
 def test_mixture_draws_each_part_by_weights() -> None:
@@ -311,5 +259,5 @@ def test_mixture_draws_each_part_by_weights() -> None:
     drawn = [prompt.prompt_id for prompt in stream.take(0, 1_024)]
     assert Counter(row // 100 for row in drawn) == {1: 512, 2: 256, 3: 256}
     first, last = ([row % 100 for row in drawn if row // 100 == part] for part in (1, 3))
-    assert first[:7] == naive_order([naive_weight(*row, BAND) for row in ROWS], (WEIGHTED_SEED, 2, 1, 0, 0))
-    assert last[:3] == naive_order([0.5, 1.0, 0.1], (WEIGHTED_SEED, 2, 3, 0, 0))
+    assert first[:7] == naive_order([naive_weight(*row, BAND) for row in ROWS], (prompts.WEIGHTED_SEED, 2, 1, 0, 0))
+    assert last[:3] == naive_order([0.5, 1.0, 0.1], (prompts.WEIGHTED_SEED, 2, 3, 0, 0))

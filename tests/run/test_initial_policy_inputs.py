@@ -12,16 +12,9 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.config.run import all_keys
 from rlcore.errors import ModelError
-from rlcore.run.initial_policy import (
-    digests_in,
-    find_initial_policy,
-    initial_policy_fingerprint,
-    model_digests,
-    stage_settings,
-)
+from rlcore.run import initial_policy as policy
 from rlcore.run.layout import suite_fingerprint
 from rlcore.run.pass_rates import planned_pass_rates
-from rlcore.storage.manifest import read_manifest
 from tests.helpers.published import edit_manifest, flip
 from tests.helpers.settings import changed
 from tests.helpers.small_run import SmallRun
@@ -31,45 +24,14 @@ FILTERED = Path("filtered/0123456789abcdef")
 
 
 def fingerprint_with(*overrides: str, filtered: Path = FILTERED) -> str:
-    return initial_policy_fingerprint(load_config(["experiment=debug", *overrides]), filtered)
+    return policy.initial_policy_fingerprint(load_config(["experiment=debug", *overrides]), filtered)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "seed=77",
-        "model.scratch.num_layers=5",
-        "model.dtype=bfloat16",
-        "warm_start.optim.lr=0.5",
-        "warm_start.dpo_beta=0.5",
-        "warm_start.stop_at_reward=0.77",
-        "rollout.max_response_tokens=17",
-        "rollout.sampling.temperature=0.5",
-        "rollout.sampling.top_p=0.5",
-        "data.scorer=tests.helpers.harmful:never_ends",
-        "reward.weights={correct: 1.0}",
-        "reward.judge.model=other",
-        "sandbox.memory_mb=1024",
-        "rollout.dtype=bfloat16",
-        "rollout.skip_special_tokens=false",
-    ],
-)
-def test_fingerprint_depends_on_training_settings(override: str) -> None:
-    assert fingerprint_with(override) != fingerprint_with()
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "reward.weights={correct: 1.0}",
-        "reward.judge.highest=5",
-        "rollout.skip_special_tokens=false",
-        "sandbox.time_s=2",
-    ],
-)
+@pytest.mark.parametrize("override", [
+    "reward.weights={correct: 1.0}", "reward.judge.highest=5", "rollout.skip_special_tokens=false", "sandbox.time_s=2",
+])  # fmt: skip
 def test_fingerprints_of_pass_rates_and_suites_include_scoring(override: str) -> None:
-    found = []
-    data = "{task: countdown, template: bare, number_high: 20, target_high: 40}"
+    found, data = [], "{task: countdown, template: bare, number_high: 20, target_high: 40}"
     suite = f"validation.suites=[{{name: s, data: {data}}}]"
     for more in ((), (override,)):
         config = load_config(["experiment=debug", "warm_start.enabled=false", "pass_rates.samples=2", suite, *more])
@@ -78,29 +40,22 @@ def test_fingerprints_of_pass_rates_and_suites_include_scoring(override: str) ->
     assert all(one != other for one, other in zip(*found, strict=True))
 
 
-def test_edited_scorer_changes_the_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprints_include_code_of_scorers_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = set()
+    judge = "{url: 'http://127.0.0.1:1/v1', model: m, deadline_s: 1, rules: 'edited:score'}"
+    of_judge = ("data.scorer=data.judge:score", f"reward.judge={judge}", "reward.num_processes=1")
+    scored, with_tools = set(), set()
     for reward in ("0.5", "1.0"):
-        (tmp_path / "edited_scorer.py").write_text(f"def score(response, truth):\n    return {reward}\n")
-        found.add(fingerprint_with("data.scorer=edited_scorer:score"))
-        judge = "{url: 'http://127.0.0.1:1/v1', model: m, deadline_s: 1, rules: 'edited_scorer:score'}"
-        given = ("data.scorer=data.judge:score", f"reward.judge={judge}", "reward.num_processes=1")
-        found.add(fingerprint_with(*given))
-    assert len(found) == 4
-
-
-def test_suite_fingerprint_includes_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = set()
-    for reply in ("0.5", "1.0"):
-        (tmp_path / "edited_tool.py").write_text(f"def tool() -> float:\n    return {reply}\n")
+        code = f"def score(response, truth):\n    return {reward}\ndef tool() -> float:\n    return {reward}\n"
+        (tmp_path / "edited.py").write_text(code)
+        scored |= {fingerprint_with("data.scorer=edited:score"), fingerprint_with(*of_judge)}
         for environment in ("rlcore.rollout.tools:Tools", ""):
             suite = {"name": "s", "data": {"task": "countdown", "environment": environment}}
-            settings = {"episode": {"tools": ["edited_tool:tool"]}, "validation": {"suites": [suite]}}
+            settings = {"episode": {"tools": ["edited:tool"]}, "validation": {"suites": [suite]}}
             config = RunConfig.model_validate(settings)
-            found.add(suite_fingerprint(config, config.validation.suites[0], FILTERED))
-    assert len(found) == 3, "without an environment there are no tools"
+            with_tools.add(suite_fingerprint(config, config.validation.suites[0], FILTERED))
+    assert len(scored) == 4
+    assert len(with_tools) == 3, "without an environment there are no tools"
 
 
 @pytest.mark.parametrize(
@@ -110,8 +65,7 @@ def test_stages_in_one_folder_have_equal_settings(overrides: tuple[str, ...]) ->
     """Each setting is changed. A run with an equal stage name resumes the stage, so its settings must be equal."""
     base = load_config(["experiment=debug", *overrides]).model_dump()
     apart = {"data.task", "warm_start.demonstrations"}  # another dataset, a file that is there
-    if not overrides:
-        apart.add("data.environment")  # no reward ends a stage there
+    apart |= set() if overrides else {"data.environment"}  # no reward ends a stage there
     keys = [key for key in leaves(base) if key in all_keys() and key not in apart]
     refused = []
     for key in keys:
@@ -119,8 +73,8 @@ def test_stages_in_one_folder_have_equal_settings(overrides: tuple[str, ...]) ->
         for config in (RunConfig.model_validate(base), changed(base, key)):
             rows = config.data.model_dump(mode="json", exclude={"scorer", "environment"})
             filtered = Path("filtered") / fingerprint("rows", [rows, config.filter, config.episode.tools])
-            names.add(initial_policy_fingerprint(config, filtered))
-            settings.add(settings_fingerprint(stage_settings(config, 512)))
+            names.add(policy.initial_policy_fingerprint(config, filtered))
+            settings.add(settings_fingerprint(policy.stage_settings(config, 512)))
         if len(settings) > len(names):
             refused.append(key)
     assert len(keys) > 100
@@ -133,35 +87,16 @@ def test_fingerprint_ignores_unused_settings() -> None:
     assert fingerprint_with(*unread) == fingerprint_with()
 
 
-def test_another_temperature_changes_the_warm_start(tmp_path: Path) -> None:
-    """Equal demonstrations with other responses have another reward."""
-    short = (
-        "warm_start.max_steps=60", "warm_start.check_every=60", "warm_start.batch_size=32", "warm_start.optim.lr=5e-3",
-        "model.scratch.hidden_size=128", "model.scratch.intermediate_size=256", "model.scratch.num_heads=2",
-    )  # fmt: skip
-    found = []
-    for temperature in ("1.0", "0.01"):
-        run = prepare(tmp_path, *short, f"rollout.sampling.temperature={temperature}")
-        manifest = read_manifest(run.model_directory)
-        found.append((manifest.values["steps"], manifest.values["reward"]))
-    assert found[0] != found[1]
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     return prepare(tmp_path_factory.mktemp("prepared"), "warm_start.max_steps=3")
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        *("datasets/*/train.parquet", "filtered/*/train.parquet", "filtered/*/validation.parquet"),
-        *("tokenizers/*/tokenizer.json", "models/{model}/model.safetensors", "models/{model}/config.json"),
-    ],
-)
-def test_damaged_input_is_made_again(
-    prepared: SmallRun, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
-) -> None:
+@pytest.mark.parametrize("file", [
+    *("datasets/*/train.parquet", "filtered/*/train.parquet", "filtered/*/validation.parquet"),
+    *("tokenizers/*/tokenizer.json", "models/{model}/model.safetensors", "models/{model}/config.json"),
+])  # fmt: skip
+def test_damaged_input_is_made_again(prepared, tmp_path, caplog, file) -> None:
     shutil.copytree(prepared.config.paths.root, tmp_path / "root")
     (damaged,) = (tmp_path / "root").glob(file.format(model=prepared.model_directory.name))
     whole = damaged.read_bytes()
@@ -179,14 +114,13 @@ def test_damaged_export_is_refused(prepared: SmallRun, tmp_path: Path) -> None:
     shutil.copytree(prepared.model_directory, model)
     edit_manifest(model, fingerprint=model.name)  # as an export, which is called `model`
     overrides = ["experiment=debug", f"model.path={model}", "warm_start.enabled=false"]
-    assert find_initial_policy(load_config(overrides), FILTERED) is not None
+    assert policy.find_initial_policy(load_config(overrides), FILTERED) is not None
     flip(model / "model.safetensors")
-    with pytest.raises(
-        ModelError, match=r"^model\.path: .*model\.safetensors: hash must be.*delete its manifest\.json"
-    ):
-        find_initial_policy(load_config(overrides), FILTERED)
+    refused = r"^model\.path: .*model\.safetensors: hash must be.*delete its manifest\.json"
+    with pytest.raises(ModelError, match=refused):
+        policy.find_initial_policy(load_config(overrides), FILTERED)
     (model / "manifest.json").unlink()
-    assert find_initial_policy(load_config(overrides), FILTERED) is None
+    assert policy.find_initial_policy(load_config(overrides), FILTERED) is None
 
 
 def test_digests_cover_weights_settings_and_tokenizer(tmp_path: Path) -> None:
@@ -194,7 +128,7 @@ def test_digests_cover_weights_settings_and_tokenizer(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "merges.txt", "README.md", "manifest.json"):
         (tmp_path / name).write_text(name)
     counted = ("config.json", "merges.txt", "model.safetensors")
-    assert digests_in(tmp_path) == {name: sha256(name.encode()).hexdigest() for name in counted}
-    assert digests_in(tmp_path / "absent") == {}
-    assert model_digests(RunConfig(model=ModelConfig(path="owner/name"))) == {}
-    assert model_digests(RunConfig(model=ModelConfig(path=str(tmp_path)))) == {"model.path": digests_in(tmp_path)}
+    digests = {name: sha256(name.encode()).hexdigest() for name in counted}
+    assert (policy.digests_in(tmp_path), policy.digests_in(tmp_path / "absent")) == (digests, {})
+    for path, expected in (("owner/name", {}), (str(tmp_path), {"model.path": digests})):
+        assert policy.model_digests(RunConfig(model=ModelConfig(path=path))) == expected

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config import ModelConfig, PathsConfig, RunConfig
+from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.model import SMOLLM2
 from rlcore.errors import DataError
@@ -18,29 +18,24 @@ FOLDERS = (
 )  # fmt: skip
 
 
-def test_require_kinds_accepts_a_run(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path, tmp_path / "run")
-    layout.require_kinds()
+def test_require_kinds_accepts_a_run_and_names_all_obstacles(tmp_path: Path) -> None:
+    good, bad = (RunLayout(tmp_path, tmp_path / name) for name in ("good", "run"))
+    good.require_kinds()
     for name in FOLDERS:
-        (layout.run_dir / name).mkdir(parents=True)
+        (good.run_dir / name).mkdir(parents=True)
     for name in ("settings.json", "metrics.jsonl", "run.lock", "code.diff"):
-        (layout.run_dir / name).touch()
-    os.mkfifo(layout.run_dir / "pipe.of-mine")
-    layout.require_kinds()
-
-
-def test_require_kinds_names_all_obstacles(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path, tmp_path / "run")
-    layout.run_dir.mkdir()
+        (good.run_dir / name).touch()
+    os.mkfifo(good.run_dir / "pipe.of-mine")
+    good.require_kinds()
+    (bad.run_dir / "metrics.jsonl").mkdir(parents=True)
     for name in FOLDERS[:-1]:
-        (layout.run_dir / name).touch()
-    (layout.run_dir / "report").symlink_to("nowhere")
-    (layout.run_dir / "metrics.jsonl").mkdir()
-    os.mkfifo(layout.run_dir / "run.lock")
+        (bad.run_dir / name).touch()
+    (bad.run_dir / "report").symlink_to("nowhere")
+    os.mkfifo(bad.run_dir / "run.lock")
     with pytest.raises(DataError) as caught:
-        layout.require_kinds()
-    wrong = [f"{layout.run_dir}/{name}: must be a folder" for name in FOLDERS]
-    wrong += [f"{layout.run_dir}/{name}: must be an ordinary file" for name in ("metrics.jsonl", "run.lock")]
+        bad.require_kinds()
+    wrong = [f"{bad.run_dir}/{name}: must be a folder" for name in FOLDERS]
+    wrong += [f"{bad.run_dir}/{name}: must be an ordinary file" for name in ("metrics.jsonl", "run.lock")]
     assert str(caught.value) == f"{'; '.join(wrong)}. Move these away, then start again."
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"file: must be a folder\. Move these away"):
@@ -49,10 +44,8 @@ def test_require_kinds_names_all_obstacles(tmp_path: Path) -> None:
 
 def test_inputs_round_trip(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path, tmp_path / "run")
-    for inputs in (
-        RunInputs(Path("f"), Path("t")),
-        RunInputs(Path("f"), Path("t"), Path("d"), Path("o"), {"a": Path("a"), "suite b": Path("b")}),
-    ):
+    for more in ((), (Path("d"), Path("o"), {"a": Path("a"), "suite b": Path("b")})):
+        inputs = RunInputs(Path("f"), Path("t"), *more)
         inputs.write(RunConfig(), layout)
         assert RunInputs.read(layout) == inputs
 
@@ -70,9 +63,8 @@ def test_files_of_a_mixture_and_a_suite(tmp_path: Path) -> None:
     mixture = publish(tmp_path / "mixture", parts=["a", "b"])
     inputs = RunInputs(mixture, Path("t"), Path("d"), Path("o"), {"s": tmp_path / "s"})
     parts = (tmp_path / "a", tmp_path / "b")
-    assert inputs.parts == parts
-    assert inputs.train_parquets == tuple(part / "train.parquet" for part in parts)
-    assert inputs.validation_parquets == tuple(part / "validation.parquet" for part in parts)
+    files = (tuple(part / f"{split}.parquet" for part in parts) for split in ("train", "validation"))
+    assert (inputs.parts, inputs.train_parquets, inputs.validation_parquets) == (parts, *files)
     for part in parts:
         assert not inputs.has_training_rows
         part.mkdir()
@@ -98,21 +90,20 @@ def needs_of(root: Path, *words: str, has_initial_policy: bool = True) -> dict[s
     sizes = {"checkpoints_bytes": 7, "num_weights": 1000, "steps_left": 11}
     needs = disk_needs(config, RunLayout.of(config), has_initial_policy=has_initial_policy, **sizes)
     assert len({need.what for need in needs}) == len(needs)
-    run_dir = RunLayout.of(config).run_dir
-    return {
-        need.what: (Path("run") / need.path.relative_to(run_dir), need.size_bytes)
-        if need.path.is_relative_to(run_dir)
-        else (need.path.relative_to(root) if need.path.is_relative_to(root) else need.path, need.size_bytes)
-        for need in needs
-    }
+    bases = {RunLayout.of(config).run_dir: Path("run"), root: Path(), Path("/"): Path("/")}
+    found = {}
+    for need in needs:
+        base = next(base for base in bases if need.path.is_relative_to(base))
+        found[need.what] = (bases[base] / need.path.relative_to(base), need.size_bytes)
+    return found
 
 
 def test_needs_of_weights_and_responses(tmp_path: Path) -> None:
-    assert needs_of(tmp_path) == {
-        "checkpoints": (Path("run/checkpoints"), 7),
-        "weights for others": (Path("run/model"), 4 * 1000),
-        "answers": (Path("run/answers"), 5 * 8 * 4 * (500 + 20 * (8 + 32))),
-    }
+    answers = (Path("run/answers"), 5 * 8 * 4 * (500 + 20 * (8 + 32)))
+    weights = {"checkpoints": (Path("run/checkpoints"), 7), "weights for others": (Path("run/model"), 4 * 1000)}
+    assert needs_of(tmp_path) == {**weights, "answers": answers}
+    sizes = {"answers.max_gb=0.0001": 100_000, "answers.every_steps=0": 0, "answers.every_steps=12": 0}
+    assert {word: needs_of(tmp_path, word)["answers"][1] for word in sizes} == sizes
 
 
 def test_needs_of_stages_and_tracking(tmp_path: Path) -> None:
@@ -128,17 +119,9 @@ def test_needs_of_stages_and_tracking(tmp_path: Path) -> None:
     assert "Ray's object store" not in needs_of(tmp_path, "runtime=ray", "runtime.ray_address=ray-head:6379")
 
 
-@pytest.mark.parametrize(
-    ("word", "size_bytes"),
-    [("answers.max_gb=0.0001", 100_000), ("answers.every_steps=0", 0), ("answers.every_steps=12", 0)],
-)
-def test_needs_of_responses_follow_their_settings(tmp_path: Path, word: str, size_bytes: int) -> None:
-    assert needs_of(tmp_path, word)["answers"][1] == size_bytes
-
-
 def test_needs_of_smollm2_until_it_exists(tmp_path: Path) -> None:
     def planned(model: str) -> dict[str, int]:
-        config = RunConfig(model=ModelConfig(path=model), paths=PathsConfig(root=str(tmp_path)))
+        config = RunConfig(model={"path": model}, paths={"root": str(tmp_path)})
         sizes = {"checkpoints_bytes": 0, "num_weights": 1000, "steps_left": 1}
         needs = disk_needs(config, RunLayout.of(config), has_initial_policy=False, **sizes)
         return {need.what: need.size_bytes for need in needs}
@@ -146,6 +129,5 @@ def test_needs_of_smollm2_until_it_exists(tmp_path: Path) -> None:
     assert planned(SMOLLM2)["SmolLM2's weights"] == 4 * 1000
     assert "initial policy" not in planned(SMOLLM2)
     assert "SmolLM2's weights" not in planned(str(tmp_path))
-    model = RunConfig(model=ModelConfig(path=SMOLLM2), paths=PathsConfig(root=str(tmp_path)))
-    configured_model(model).mkdir(parents=True)
+    configured_model(RunConfig(model={"path": SMOLLM2}, paths={"root": str(tmp_path)})).mkdir(parents=True)
     assert "SmolLM2's weights" not in planned(SMOLLM2)

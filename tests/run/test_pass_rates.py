@@ -1,11 +1,13 @@
 """Pass rates: the table, the selected rows, and training on them."""
 
 import math
+import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,30 +15,11 @@ import pytest
 
 from flows.work.plan import make_plan
 from rlcore.batching.prompts import PassCounts
-from rlcore.config import (
-    CheckpointConfig,
-    ModelConfig,
-    PassRatesConfig,
-    PathsConfig,
-    RunConfig,
-    TrackingConfig,
-    TrainerConfig,
-)
+from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.errors import DataError, StopRequestedError
 from rlcore.evaluation.result import Response
+from rlcore.run import pass_rates
 from rlcore.run.layout import RunInputs, RunLayout
-from rlcore.run.pass_rates import (
-    SCHEMA,
-    TABLE,
-    PassRateMeasurement,
-    PassRates,
-    count_row,
-    facts_of,
-    find_pass_rates,
-    planned_pass_rates,
-    read_table,
-    row_digests,
-)
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Watchdog
 from rlcore.storage.manifest import read_manifest
@@ -65,22 +48,17 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 
 def table_of(run: SmallRun) -> Path:
-    return planned_pass_rates(run.config, run.inputs.filtered_directory) / TABLE
+    return pass_rates.planned_pass_rates(run.config, run.inputs.filtered_directory) / pass_rates.TABLE
 
 
 def test_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path: Path) -> None:
-    stops: list[int] = []
+    shown: list[Event] = []
     run = elsewhere(measured, tmp_path, *BASE)
-
-    def on_event(event: Event) -> None:
-        if event["event"] == "progress":
-            stops.append(1)
-
-    stopped = session_of(run, on_event, lambda: bool(stops))
+    stopped = session_of(run, shown.append, lambda: any(event["event"] == "progress" for event in shown))
     with stopped as session, pytest.raises(StopRequestedError, match="20 of 48 rows are saved"):
         session.measure_pass_rates()
-    assert find_pass_rates(run.config, run.inputs) is None
-    shown: list[Event] = []
+    assert pass_rates.find_pass_rates(run.config, run.inputs) is None
+    shown.clear()
     run = elsewhere(measured, tmp_path, *COARSE, "pass_rates.rows_per_part=16")
     with session_of(run, shown.append) as session:
         session.measure_pass_rates()
@@ -92,7 +70,7 @@ def test_stopped_stage_resumes_to_the_same_bytes(measured: SmallRun, tmp_path: P
 
 
 def test_rows_are_selected_by_their_rate(measured: SmallRun, tmp_path: Path) -> None:
-    rates = [row["passes"] / row["samples"] for row in read_table(table_of(measured)).to_pylist()]
+    rates = [row["passes"] / row["samples"] for row in pass_rates.read_table(table_of(measured)).to_pylist()]
     root = Path(measured.config.paths.root)
     run = prepare(root, *BASE, "pass_rates.keep=[0.2,0.8]", "trainer.batch_size=2", "trainer.mini_batch_size=2")
     with session_of(run) as session:
@@ -134,43 +112,34 @@ FAILED = Response("c", 1.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", 
 
 
 def test_count_row_of_scored_and_failed_responses() -> None:
-    assert count_row(PROMPT, [RIGHT, WRONG, FAILED]) == {
-        "row_id": 7,
-        "data_source": "countdown",
-        "difficulty": 3,
-        "samples": 2,
-        "passes": 1,
-        "unscored": 1,
-        "mean_score": 0.625,
-        "mean_parts": [("correct", 0.5), ("format", 0.5)],
-        "mean_tokens": 5.0,
-        "max_tokens": 9,
+    assert pass_rates.count_row(PROMPT, [RIGHT, WRONG, FAILED]) == {
+        "row_id": 7, "data_source": "countdown", "difficulty": 3, "samples": 2, "passes": 1, "unscored": 1,
+        "mean_score": 0.625, "mean_parts": [("correct", 0.5), ("format", 0.5)], "mean_tokens": 5.0, "max_tokens": 9,
         "truncated": 2,
-    }
-    nothing = count_row(PROMPT, [FAILED, replace(FAILED, finish_reason="stop")])
+    }  # fmt: skip
+    nothing = pass_rates.count_row(PROMPT, [FAILED, replace(FAILED, finish_reason="stop")])
     known = ("samples", "passes", "unscored", "mean_score", "mean_parts", "truncated")
     assert [nothing[name] for name in known] == [0, 0, 2, None, [], 1]
 
 
 def line(digest: str, passes: int, samples: int) -> Mapping[str, object]:
-    return {**count_row(PROMPT, [RIGHT]), "digest": digest, "passes": passes, "samples": samples}
+    return {**pass_rates.count_row(PROMPT, [RIGHT]), "digest": digest, "passes": passes, "samples": samples}
 
 
 def lines_table(*lines: Mapping[str, object]) -> pa.Table:
-    return pa.Table.from_pylist(list(lines), schema=SCHEMA)
+    return pa.Table.from_pylist(list(lines), schema=pass_rates.SCHEMA)
 
 
 def test_row_digest_depends_on_prompt_and_truth(tmp_path: Path) -> None:
     def digests(*rows: tuple[list[int], str]) -> list[str]:
         ids, truths = pa.array([ids for ids, _ in rows]), [truth for _, truth in rows]
         pq.write_table(pa.table({"prompt_ids": ids, "ground_truth_json": truths}), tmp_path / "rows.parquet")
-        return row_digests(tmp_path / "rows.parquet")
+        return pass_rates.row_digests(tmp_path / "rows.parquet")
 
-    first, again, longer, other, cut = digests(
-        ([1, 2], "x"), ([1, 2], "x"), ([1, 2, 3], "x"), ([1, 2], "y"), ([2], "x")
-    )
+    rows = ([1, 2], "x"), ([1, 2], "x"), ([1, 2, 3], "x"), ([1, 2], "y"), ([2], "x")
+    first, again, *_, cut = found = digests(*rows)
     assert first == again
-    assert len({first, longer, other, cut}) == 4
+    assert len(set(found)) == 4
     assert digests(([9], "z"), ([2], "x")) == [digests(([9], "z"))[0], cut], "at any position"
     assert first == blake2b(struct.pack("<2i", 1, 2) + b"\0x", digest_size=8).hexdigest(), "the format of tables"
 
@@ -178,13 +147,13 @@ def test_row_digest_depends_on_prompt_and_truth(tmp_path: Path) -> None:
 def test_read_table_refuses_other_files(tmp_path: Path) -> None:
     file = tmp_path / "pass_rates.parquet"
     pq.write_table(lines_table(line("a", 1, 4)), file)
-    assert read_table(file).num_rows == 1
+    assert pass_rates.read_table(file).num_rows == 1
     pq.write_table(pa.table({"a": [1]}), file)
     with pytest.raises(DataError, match=rf"^{file}: must have the columns row_id, data_source, .* truncated, got a$"):
-        read_table(file)
+        pass_rates.read_table(file)
     file.write_bytes(b"")
     with pytest.raises(DataError, match=rf"^{file}: cannot be read as a table of pass rates .*\. Delete its folder$"):
-        read_table(file)
+        pass_rates.read_table(file)
 
 
 def filtered_rows(folder: Path, *truths: str) -> Path:
@@ -194,28 +163,24 @@ def filtered_rows(folder: Path, *truths: str) -> Path:
     return folder
 
 
-def publish_table(directory: Path, filtered: Path, **changes: str) -> None:
-    lines = [line(digest, place, 4) for place, digest in enumerate(row_digests(filtered / "train.parquet"))]
-    table = lines_table(*lines)
-    with published_directory(directory, {**facts_of(table, 4), **changes}) as folder:
-        pq.write_table(table, folder / TABLE)
-
-
 def of_table(root: Path) -> RunConfig:
-    return RunConfig(pass_rates=PassRatesConfig(samples=4), paths=PathsConfig(root=str(root)))
+    return RunConfig(pass_rates={"samples": 4}, paths={"root": str(root)})
 
 
 def test_damaged_table_of_the_run_is_set_aside(tmp_path: Path) -> None:
     filtered = filtered_rows(tmp_path / "f", "x", "y", "z")
     config, inputs = of_table(tmp_path), RunInputs(filtered, tmp_path / "t")
-    assert find_pass_rates(config, inputs) is None
-    directory = planned_pass_rates(config, filtered)
-    publish_table(directory, filtered, kind="another")
-    found = find_pass_rates(config, inputs)
+    assert pass_rates.find_pass_rates(config, inputs) is None
+    directory = pass_rates.planned_pass_rates(config, filtered)
+    digests = pass_rates.row_digests(filtered / "train.parquet")
+    table = lines_table(*(line(digest, place, 4) for place, digest in enumerate(digests)))
+    with published_directory(directory, {**pass_rates.facts_of(table, 4), "kind": "another"}) as folder:
+        pq.write_table(table, folder / pass_rates.TABLE)
+    found = pass_rates.find_pass_rates(config, inputs)
     assert (found.directory, found.part_sizes, found.settings) == (directory, (3,), config.pass_rates)
     assert (found.counts.passes.tolist(), found.counts.samples.tolist()) == ([0, 1, 2], [4, 4, 4])
-    flip(directory / TABLE)
-    assert find_pass_rates(config, inputs) is None
+    flip(directory / pass_rates.TABLE)
+    assert pass_rates.find_pass_rates(config, inputs) is None
     assert not directory.exists()
 
 
@@ -226,7 +191,7 @@ def test_environment_settings_change_the_table(tmp_path: Path) -> None:
     for config in (plain, talking):
         for episode in ({}, {"max_turns": 17}, {"deadline_s": 77.0}):
             changed = config.model_copy(update={"episode": config.episode.model_copy(update=episode)})
-            names.append(planned_pass_rates(changed, Path("f")).name)
+            names.append(pass_rates.planned_pass_rates(changed, Path("f")).name)
     one, turns, deadline, with_turns, other_turns, other_deadline = names
     assert one == turns == deadline, "without an environment they have no effect"
     assert with_turns == other_deadline, "a deadline changes no number"
@@ -237,8 +202,7 @@ class FakeWorkers:
     """Workers whose responses depend on the row's number. `fails`: rows on which the scorer fails."""
 
     def __init__(self, num_rows: int, fails: Collection[int] = ()) -> None:
-        prompts = tuple(Prompt(row, (1,), "d", "") for row in range(num_rows))
-        self.prompts = prompts
+        self.prompts = tuple(Prompt(row, (1,), "d", "") for row in range(num_rows))
         self.fails = fails
         self.calls: list[object] = []
 
@@ -250,26 +214,20 @@ class FakeWorkers:
         rows = [prompt.prompt_id for prompt in prompts]
         self.calls.append((rows, num_samples, first_row))
         failed = {row: "late" if row in self.fails else None for row in rows}
-        return [
-            Response("a", float(row % 2), {}, 3 + sample, "stop", failure=failed[row])
-            for row in rows
-            for sample in range(num_samples)
-        ]
+        places = [(row, sample) for row in rows for sample in range(num_samples)]
+        return [Response("a", float(row % 2), {}, 3 + sample, "stop", failure=failed[row]) for row, sample in places]
 
 
-def measuring(root: Path, workers: FakeWorkers, events: list[Mapping[str, object]]) -> PassRateMeasurement:
+def measuring(root: Path, workers: FakeWorkers, events: list[Mapping[str, object]]) -> pass_rates.PassRateMeasurement:
     config = RunConfig(
-        pass_rates=PassRatesConfig(samples=2, rows_per_part=2),
-        paths=PathsConfig(root=str(root)),
-        tracking=TrackingConfig(enabled=False),
-        trainer=TrainerConfig(batch_size=4, mini_batch_size=4),
-        checkpoint=CheckpointConfig(reserve_gb=0),
-    )
+        pass_rates={"samples": 2, "rows_per_part": 2}, paths={"root": str(root)}, tracking={"enabled": False},
+        trainer={"batch_size": 4, "mini_batch_size": 4}, checkpoint={"reserve_gb": 0},
+    )  # fmt: skip
     layout = RunLayout(root, root / "run")
     layout.run_dir.mkdir(exist_ok=True)
     guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=events.append, abandon=lambda error: None)
     inputs = RunInputs(root / "f", root / "t")
-    return PassRateMeasurement(config, inputs, guard, workers.training_prompts, workers.training_responses)
+    return pass_rates.PassRateMeasurement(config, inputs, guard, workers.training_prompts, workers.training_responses)
 
 
 def test_table_is_measured_in_parts_with_progress(tmp_path: Path) -> None:
@@ -281,14 +239,13 @@ def test_table_is_measured_in_parts_with_progress(tmp_path: Path) -> None:
     assert workers.calls == ["start", ([0, 1], 2, 0), ([2, 3], 2, 2), ([4], 2, 4)]
     assert (rates.counts.passes.tolist(), rates.counts.samples.tolist()) == ([0, 2, 0, 0, 0], [2, 2, 2, 0, 2])
     progress = [event for event in events if event["event"] == "progress"]
-    assert [event["step"] for event in progress] == [2, 4, 5]
-    assert {(event["to_step"], event["total_steps"]) for event in progress} == {(5, 5)}
-    assert [event["metrics"] for event in progress] == [{"critic/score/mean": value} for value in (0.5, 0.0, 0.0)]
-    assert {event["stage"] for event in progress} == {"pass-rates"}
+    means = [(event["step"], event["metrics"]) for event in progress]
+    assert means == [(step, {"critic/score/mean": mean}) for step, mean in ((2, 0.5), (4, 0.0), (5, 0.0))]
+    named = {(event["stage"], event["to_step"], event["total_steps"]) for event in progress}
+    assert named == {("pass-rates", 5, 5)}
     first, second, last = (float(str(event["eta_s"])) for event in progress)
     assert math.isnan(first)
-    assert 0 <= second < 3600
-    assert last == 0
+    assert 0 == last <= second < 3600
     notes = [event["text"] for event in events if event["event"] == "note"]
     assert notes == ["pass rates: data.countdown:score failed on 2 responses, which are left out"]
     directory = rates.directory
@@ -300,29 +257,23 @@ def test_table_is_measured_in_parts_with_progress(tmp_path: Path) -> None:
 def test_scorer_that_always_fails_makes_no_table(tmp_path: Path) -> None:
     filtered_rows(tmp_path / "f", *"abcde")
     stage = measuring(tmp_path, FakeWorkers(5, fails=range(5)), [])
-    with pytest.raises(DataError) as failed:
+    rule = r"^data\.countdown:score: failed on all 10 responses of the initial policy.*Repair it, and delete "
+    with pytest.raises(DataError, match=f"{rule}{stage._parts_folder}$"):
         stage.make()
-    assert str(failed.value).startswith("data.countdown:score: failed on all 10 responses of the initial policy")
-    assert str(failed.value).endswith(f"Repair it, and delete {stage._parts_folder}")
     assert not stage._directory.exists()
 
 
-def rates_of(
-    *rows: tuple[int, int], parts: tuple[int, ...], keep: tuple[float, float] = (0, 1), folder: Path = Path("t")
-) -> PassRates:
+def rates_of(*rows: tuple[int, int], parts: tuple[int, ...], keep: Any = (0, 1)) -> pass_rates.PassRates:
     counts = PassCounts.of([passes for passes, _ in rows], [samples for _, samples in rows])
-    return PassRates(folder, counts, parts, PassRatesConfig(samples=4, keep=keep))
+    return pass_rates.PassRates(Path("t"), counts, parts, PassRatesConfig(samples=4, keep=keep))
 
 
 def test_pass_rate_metrics() -> None:
     rates = rates_of((0, 4), (1, 4), (0, 0), (4, 4), (3, 4), parts=(3, 2), keep=(0.25, 1))
     assert rates.metrics() == {
-        "pass_rates/mean": 2 / 4,
-        "pass_rates/never_share": 0.25,
-        "pass_rates/always_share": 0.25,
-        "pass_rates/rows_kept": 3.0,
-        "pass_rates/kept_share": 0.6,
-    }
+        "pass_rates/mean": 2 / 4, "pass_rates/never_share": 0.25, "pass_rates/always_share": 0.25,
+        "pass_rates/rows_kept": 3.0, "pass_rates/kept_share": 0.6,
+    }  # fmt: skip
     assert [part.tolist() for part in rates.selected] == [[False, True, False], [True, True]]
     kept = rates.selected_counts()
     assert (kept.passes.tolist(), kept.samples.tolist()) == ([1, 4, 3], [4, 4, 4])
@@ -336,44 +287,35 @@ def test_both_ends_of_keep_are_selected(keep: tuple[float, float], kept: int) ->
     rates = rates_of((0, 4), (1, 4), (2, 4), (3, 4), (4, 4), parts=(5,), keep=keep)
     assert sum(int(part.sum()) for part in rates.selected) == kept
     rates.require_enough(kept)
-    with pytest.raises(DataError) as caught:
+    least, which = f"must leave trainer.batch_size={kept + 1} rows", f"which leaves {kept} of 5 training rows (table t)"
+    rule = f"{least} or more, got [{keep[0]:g}, {keep[1]:g}], {which}. Widen pass_rates.keep; the pass rates are 0 for"
+    with pytest.raises(DataError, match=rf"^pass_rates\.keep: {re.escape(rule)} 20% of "):
         rates.require_enough(kept + 1)
-    assert str(caught.value).startswith(
-        f"pass_rates.keep: must leave trainer.batch_size={kept + 1} rows or more, got [{keep[0]:g}, {keep[1]:g}], "
-        f"which leaves {kept} of 5 training rows (table t). Widen pass_rates.keep; the pass rates are 0 for 20% of "
-    )
 
 
 def test_part_without_a_selected_row_is_refused() -> None:
     rates = rates_of((4, 4), (1, 4), (4, 4), parts=(1, 1, 1), keep=(0.5, 1))
-    rule = (
-        r"of every part of a mixture, got \[0.5, 1\], which leaves none of entry 1 of data.parts. Widen pass_rates.keep"
-    )
-    with pytest.raises(DataError, match=rf"^pass_rates.keep: must leave rows {rule}.*, or leave that part out$"):
+    rule = r"must leave rows of every part of a mixture, got \[0.5, 1\], which leaves none of entry 1 of data.parts"
+    with pytest.raises(DataError, match=rf"^pass_rates.keep: {rule}. Widen pass_rates.keep.*, or leave that part out$"):
         rates.require_enough(1)
     with pytest.raises(DataError, match=r"rows or more, got .* which leaves 0 of 2"):
         rates_of((0, 4), (0, 4), parts=(1, 1), keep=(0.5, 1)).require_enough(1)
 
 
 def test_planned_folder_of_a_table(tmp_path: Path) -> None:
-    def planned(settings: PassRatesConfig, model: Path | None = None) -> Path:
-        config = RunConfig(
-            pass_rates=settings,
-            model=ModelConfig(path=None if model is None else str(model)),
-            paths=PathsConfig(root=str(tmp_path)),
-        )
-        return planned_pass_rates(config, Path("filtered/0123"))
+    def planned(model: str | None = None) -> Path:
+        config = RunConfig(pass_rates={"samples": 2}, model={"path": model}, paths={"root": str(tmp_path)})
+        return pass_rates.planned_pass_rates(config, Path("filtered/0123"))
 
-    names = [planned(PassRatesConfig(samples=2))]
+    names = [planned()]
     assert names[0].parent == tmp_path / "pass-rates"
-    models = [tmp_path / "a" / "m", tmp_path / "b" / "m"]
-    for model in models:
-        names.append(planned(PassRatesConfig(samples=2), model))
+    for model in (tmp_path / "a" / "m", tmp_path / "b" / "m"):
+        names.append(planned(str(model)))
         model.mkdir(parents=True)
-        names.append(planned(PassRatesConfig(samples=2), model))
+        names.append(planned(str(model)))
         (model / "model.safetensors").write_bytes(b"12345")
-        names.append(planned(PassRatesConfig(samples=2), model))
+        names.append(planned(str(model)))
         (model / "manifest.json").touch()
-        assert planned(PassRatesConfig(samples=2), model) == names[-3]
+        assert planned(str(model)) == names[-3]
     assert names[2:4] == names[5:7], "the same files elsewhere"
     assert len(set(names)) == len(names) - 2

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.config import PassRatesConfig, RunConfig
+from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
 from rlcore.run.layout import RunInputs
@@ -73,26 +73,19 @@ def test_spread_keeps_shares_of_parts() -> None:
     assert [prompt.prompt_id for prompt in spread([prompts(1, 2), prompts(11, 12)])] == [1, 11, 2, 12]
 
 
-@pytest.mark.parametrize(("limit", "limited", "number"), [(2, True, 2), (2, False, 3), (0, True, 3), (9, True, 3)])
-def test_held_out_problems_are_limited_during_training(limit: int, limited: bool, number: int) -> None:
-    config = load_config(["experiment=debug", f"validation.max_problems={limit}"])
-    held_out = HeldOutProblems(config=config, validation=prompts(1, 2, 3), decode=lambda ids: "")
-    assert held_out.held_out(limited=limited) == prompts(1, 2, 3)[:number]
-
-
-def problems(settings: PassRatesConfig) -> Problems:
-    config = RunConfig(pass_rates=settings)
-    inputs = RunInputs(Path("f"), Path("t"))
-    return Problems(
-        config=config, validation=(), decode=lambda ids: "", inputs=inputs, train=(prompts(4, 7), prompts(9))
-    )
+def test_held_out_problems_are_limited_during_training() -> None:
+    for limit, limited, number in ((2, True, 2), (2, False, 3), (0, True, 3), (9, True, 3)):
+        config = load_config(["experiment=debug", f"validation.max_problems={limit}"])
+        held_out = HeldOutProblems(config=config, validation=prompts(1, 2, 3), decode=lambda ids: "")
+        assert held_out.held_out(limited=limited) == prompts(1, 2, 3)[:number], (limit, limited)
 
 
 def test_rows_without_a_table_start_with_zero_counts() -> None:
-    assert problems(PassRatesConfig()).row_sampler() is None
-    drawn = problems(PassRatesConfig(draw="band"))
-    assert drawn.pass_rates is None
-    assert drawn.selected == (prompts(4, 7), prompts(9))
+    parts = (prompts(4, 7), prompts(9))
+    given = {"validation": (), "decode": lambda ids: "", "inputs": RunInputs(Path("f"), Path("t")), "train": parts}
+    assert Problems(config=RunConfig(), **given).row_sampler() is None
+    drawn = Problems(config=RunConfig(pass_rates={"draw": "band"}), **given)
+    assert (drawn.pass_rates, drawn.selected) == (None, parts)
     counted = drawn.row_sampler()
     assert counted._place == {4: 0, 7: 1, 9: 2}
     assert (counted._start.passes.tolist(), counted._start.samples.tolist()) == ([0, 0, 0], [0, 0, 0])

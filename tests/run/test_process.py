@@ -3,35 +3,23 @@
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import pytest
 
 from flows import SOURCE_FOLDER
 from rlcore.config import RunConfig
-from rlcore.errors import DataError, MillraceError, StopRequestedError
+from rlcore.errors import DataError, StopRequestedError
 from rlcore.run import process
 from rlcore.run.process import Channel, Session, serve
 from rlcore.run.stop import StopFlag
 from rlcore.tracking.lineage import Origin
 
 Event = Mapping[str, object]
-
-
-class FakeStop(StopFlag):
-    """A stop request that the test sets."""
-
-    def __init__(self, requested: bool = False) -> None:
-        super().__init__(lambda: None)
-        self.requested = requested
-
-    def __call__(self) -> bool:
-        return self.requested
 
 
 class Commands:
@@ -57,15 +45,15 @@ class Commands:
         return "stopped after step 3"
 
 
-def served(session: Commands, *commands: Event, stop: StopFlag | None = None) -> tuple[int, list[Event]]:
-    replies: list[Event] = []
-    code = serve(cast(Session, session), iter(commands), replies.append, stop or FakeStop())
-    return code, replies
+def served(session: Commands, *commands: Event, is_stopped: bool = False) -> tuple[int, list[Event]]:
+    replies, stop = list[Event](), StopFlag(lambda: None)
+    if is_stopped:
+        stop._handle(signal.SIGTERM, None)
+    return serve(cast(Session, session), iter(commands), replies.append, stop), replies
 
 
 def test_commands_are_served_until_close() -> None:
-    session = Commands()
-    train = {"command": "train", "to_step": 3}
+    session, train = Commands(), {"command": "train", "to_step": 3}
     done = {"event": "done", "command": "train", "result": {"step": 3}}
     assert served(session, train, {**train, "settle": False}) == (0, [done, done])
     assert session.called == [{"to_step": 3}, {"to_step": 3, "settle": False}]
@@ -73,14 +61,11 @@ def test_commands_are_served_until_close() -> None:
     assert len(session.called) == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (KeyError("a bug"), 1, "KeyError: 'a bug'"),
-        (DataError("a row breaks the schema"), 1, "a row breaks the schema"),
-        (StopRequestedError("step 3 is saved"), 75, "step 3 is saved"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "message"), [
+    (KeyError("a bug"), 1, "KeyError: 'a bug'"),
+    (DataError("a row breaks the schema"), 1, "a row breaks the schema"),
+    (StopRequestedError("step 3 is saved"), 75, "step 3 is saved"),
+])  # fmt: skip
 def test_error_ends_the_process(caplog: pytest.LogCaptureFixture, error: Exception, code: int, message: str) -> None:
     session = Commands(error)
     reply = {"event": "error", "command": "train", "type": type(error).__name__, "message": message}
@@ -88,22 +73,18 @@ def test_error_ends_the_process(caplog: pytest.LogCaptureFixture, error: Excepti
     is_stop = code == 75
     assert session.called == [{}, *([] if is_stop else [error, "failed"])], "a stop is no failure"
     assert ("step 3 is saved" if is_stop else "train failed\nTraceback") in caplog.text
-
-
-def test_unknown_command_is_an_error() -> None:
-    code, (unknown,) = served(Commands(), {"to_step": 3})
-    assert (code, unknown["command"], unknown["type"]) == (1, "None", "AttributeError")
+    number, (unknown,) = served(Commands(), {"to_step": 3})
+    assert (number, unknown["command"], unknown["type"]) == (1, "None", "AttributeError")
 
 
 def test_stop_between_two_commands_saves(caplog: pytest.LogCaptureFixture) -> None:
-    session = Commands()
-    reply = {"event": "error", "command": "stop", "type": "StopRequestedError", "message": "stopped after step 3"}
-    assert served(session, {"command": "train"}, stop=FakeStop(True)) == (75, [reply])
-    assert session.called == []
-    session = Commands(at_the_end=DataError("no room"))
-    reply = {"event": "error", "command": "stop", "type": "DataError", "message": "no room"}
-    assert served(session, stop=FakeStop(True)) == (75, [reply])
-    assert session.called == [session.at_the_end]
+    no_room = DataError("no room")
+    saved = (None, "StopRequestedError", "stopped after step 3")
+    for error, kind, message in (saved, (no_room, "DataError", "no room")):
+        session = Commands(at_the_end=error)
+        reply = {"event": "error", "command": "stop", "type": kind, "message": message}
+        assert served(session, {"command": "train"}, is_stopped=True) == (75, [reply])
+        assert session.called == ([error] if error else [])
     assert "the last finished step is not saved\nTraceback" in caplog.text
 
 
@@ -114,9 +95,8 @@ def test_stages_send_commands_of_the_session() -> None:
     assert [name for name in sent if not callable(getattr(Session, name, None))] == []
 
 
-@dataclass
-class Pipes:
-    """The other end of a channel."""
+class Pipes(NamedTuple):
+    """A channel, and its other end."""
 
     channel: Channel
     commands: int
@@ -125,8 +105,7 @@ class Pipes:
 
 @pytest.fixture
 def pipes() -> Iterator[Pipes]:
-    reads, commands = os.pipe()
-    replies, writes = os.pipe()
+    (reads, commands), (replies, writes) = os.pipe(), os.pipe()
     channel = Channel(reads, writes)
     yield Pipes(channel, commands, replies)
     for close in (channel._replies.close, *(partial(os.close, end) for end in (reads, commands, replies))):
@@ -152,8 +131,8 @@ def test_no_command_is_read_after_a_stop(pipes: Pipes) -> None:
 
 
 def test_replies_are_lines_without_a_required_reader(pipes: Pipes, caplog: pytest.LogCaptureFixture) -> None:
-    pipes.channel.send({"event": "note", "text": "a"})
-    pipes.channel.send({"event": "note", "text": "b"})
+    for text in "ab":
+        pipes.channel.send({"event": "note", "text": text})
     assert os.read(pipes.replies, 1000) == b'{"event": "note", "text": "a"}\n{"event": "note", "text": "b"}\n'
     assert caplog.text == ""
     os.close(pipes.replies)
@@ -162,15 +141,13 @@ def test_replies_are_lines_without_a_required_reader(pipes: Pipes, caplog: pytes
 
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("no inputs"), 1), (StopRequestedError("stopped"), 75)])
-def test_error_before_the_first_command_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, caplog, error: MillraceError, code: int
-) -> None:
+def test_error_before_the_first_command_is_reported(monkeypatch, tmp_path, pipes, caplog, error, code) -> None:
     def fails(*given: object, **named: object) -> Session:
         raise error
 
     monkeypatch.setattr(process, "Session", fails)
     Origin(RunConfig()).write(tmp_path)
-    assert process.run(tmp_path, pipes.channel, FakeStop()) == code
+    assert process.run(tmp_path, pipes.channel, StopFlag(lambda: None)) == code
     assert str(error) in caplog.text
     reply = {"event": "error", "command": "start", "type": type(error).__name__, "message": str(error)}
     assert json.loads(os.read(pipes.replies, 1000)) == reply

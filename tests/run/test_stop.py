@@ -18,26 +18,20 @@ from rlcore.storage.locks import RunLock
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Parts of a fake clock's time, to which sleeps and the test add."""
     passed = [100.0]
-    clock = SimpleNamespace(monotonic=lambda: sum(passed), sleep=passed.append)
-    monkeypatch.setattr(stop, "time", clock)
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: sum(passed), sleep=passed.append))
     return passed
 
 
-@pytest.mark.parametrize(
-    ("signals", "ends"),
-    [
-        ([(signal.SIGTERM, 0.0)], 0),
-        ([(signal.SIGINT, 0.0)], 0),
-        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 5.0)], 0),
-        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 5.25)], 1),
-        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 3.0), (signal.SIGTERM, 3.0)], 1),
-        ([(signal.SIGTERM, 0.0), (signal.SIGINT, 0.0)], 1),
-        ([(signal.SIGINT, 0.0), (signal.SIGTERM, 1.0)], 0),
-    ],
-)
-def test_first_signal_requests_and_later_ones_end(
-    now: list[float], signals: list[tuple[int, float]], ends: int
-) -> None:
+@pytest.mark.parametrize(("signals", "ends"), [
+    ([(signal.SIGTERM, 0.0)], 0),
+    ([(signal.SIGINT, 0.0)], 0),
+    ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 5.0)], 0),
+    ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 5.25)], 1),
+    ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 3.0), (signal.SIGTERM, 3.0)], 1),
+    ([(signal.SIGTERM, 0.0), (signal.SIGINT, 0.0)], 1),
+    ([(signal.SIGINT, 0.0), (signal.SIGTERM, 1.0)], 0),
+])  # fmt: skip
+def test_first_signal_requests_and_later_ones_end(now, signals, ends) -> None:
     ended: list[bool] = []
     flag = StopFlag(lambda: ended.append(True))
     assert (flag(), flag.seconds_since_request()) == (False, None)
@@ -63,30 +57,21 @@ def test_signal_of_a_parents_end_is_not_a_request(now: list[float], monkeypatch:
     assert ended == [True], "one that comes after it is"
 
 
-@pytest.mark.parametrize(
-    ("wait_s", "words", "num_waits"),
-    [(0.5, "up to 0.5 s: it may be saving", 3), (stop.LOCK_WAIT_S, "up to 90 s: it may be saving", 450)],
-)
-def test_held_lock_is_reported_once_and_waited_for(
-    tmp_path: Path,
-    now: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    wait_s: float,
-    words: str,
-    num_waits: int,
-) -> None:
+@pytest.mark.parametrize(("wait_s", "words", "num_waits"), [(0.5, "0.5 s", 3), (stop.LOCK_WAIT_S, "90 s", 450)])
+def test_held_lock_is_reported_once_and_waited_for(tmp_path, now, monkeypatch, caplog, wait_s, words, num_waits):
     monkeypatch.setattr("rlcore.storage.locks.POLL_S", 0.0)
     reported: list[object] = []
     with RunLock(tmp_path):
         with pytest.raises(RunInUseError) as failed, locked_run(tmp_path, reported.append, lambda: False, wait_s):
             pytest.fail("the lock is held")
-        assert reported == [{"event": "note", "text": f"{failed.value}. Waiting {words}"}]
+        text = f"{failed.value}. Waiting up to {words}: it may be saving"
+        assert reported == [{"event": "note", "text": text}]
         assert abs(len(now) - 1 - num_waits) <= 1, "a fifth of a second each"
-        assert f"Waiting {words}" in caplog.text
+        assert f"Waiting up to {words}: it may be saving" in caplog.text
         reported.clear()
+        error = "stopped while waiting for the run's lock; nothing was started"
         with (
-            pytest.raises(StopRequestedError, match="stopped while waiting for the run's lock; nothing was started"),
+            pytest.raises(StopRequestedError, match=error),
             locked_run(tmp_path, reported.append, lambda: True, math.inf),
         ):
             pytest.fail("the lock is held")

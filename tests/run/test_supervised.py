@@ -21,12 +21,11 @@ from rlcore.run.initial_policy import stage_layout
 from rlcore.run.supervised import Demonstrations, SupervisedTraining, SupervisedWorkers, build_model, has_learned
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
-from rlcore.tracking.journal import read_journal
 from rlcore.types import Prompt
-from tests.helpers.repeatable import repeatable
 from tests.helpers.running import WAIT_S, at, disturb, output_of, small
 from tests.helpers.small_run import SmallRun
 from tests.helpers.small_run import make as prepare
+from tests.run.conftest import stage_steps
 
 THREE_STEPS = ("warm_start.max_steps=3", "warm_start.stop_at_reward=null", "warm_start.held_out_rows=0")
 
@@ -34,8 +33,7 @@ THREE_STEPS = ("warm_start.max_steps=3", "warm_start.stop_at_reward=null", "warm
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return the device and the number of tokens of each forward pass."""
-    seen: list[tuple[str, int]] = []
-    forward = CausalPolicy.forward
+    seen, forward = [], CausalPolicy.forward
 
     def noting(self: CausalPolicy, token_ids: torch.Tensor, *args: Any, **named: Any) -> Any:
         seen.append((token_ids.device.type, len(token_ids)))
@@ -45,15 +43,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return seen
 
 
-def steps_of(run: SmallRun) -> list[dict[str, float]]:
-    """The steps of the warm start, as its journal has them."""
-    journal = stage_layout(run.config, run.inputs.filtered_directory).journal
-    return [repeatable(record.metrics) for record in read_journal(journal)]
-
-
-def held_out_losses(steps: list[dict[str, float]]) -> dict[int, float]:
+def held_out_losses(run: SmallRun) -> dict[int, float]:
     key = "sft/held_out_loss"
-    return {int(step.get("training/global_step", 0)): step[key] for step in steps if key in step}
+    return {int(step.get("training/global_step", 0)): step[key] for step in stage_steps(run) if key in step}
 
 
 def test_gradient_is_independent_of_micro_batches(tmp_path: Path, passes: list[tuple[str, int]]) -> None:
@@ -92,11 +84,12 @@ def test_losses_equal_those_of_a_transformers_loop(tmp_path: Path) -> None:
     (untaught := tmp_path / "untaught").mkdir()
     build_model(run.config, untaught)
     model = AutoModelForCausalLM.from_pretrained(untaught, dtype=torch.float32)
-    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
-    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": [weight for weight in model.parameters() if (weight.ndim > 1) == bool(decay)], "weight_decay": decay}
+        for decay in (0.1, 0.0)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=config.optim.lr)
-    found = steps_of(run)
+    found = stage_steps(run)
     assert [step["training/global_step"] for step in found[1:]] == [1, 2, 3, 4, 5, 6]
     for number, step in enumerate(found[1:]):
         rows = lessons.draw(number * config.batch_size, number + 1, config.batch_size)
@@ -127,9 +120,8 @@ def test_epochs_end_training_and_the_best_is_published(tmp_path: Path) -> None:
         tmp_path, "warm_start.epochs=1.5", "warm_start.stop_at_reward=null", "warm_start.check_every=4",
         "warm_start.steps_per_chunk=4", "warm_start.optim.lr=1.0",
     )  # fmt: skip
-    steps = steps_of(run)
-    assert len(steps) == 1 + 12, "1.5 x 512 rows by 64"
-    measured = held_out_losses(steps[1:])
+    assert len(stage_steps(run)) == 1 + 12, "1.5 x 512 rows by 64"
+    measured = {step: loss for step, loss in held_out_losses(run).items() if step}
     assert sorted(measured) == [4, 8, 12]
     manifest = read_manifest(run.model_directory)
     assert manifest.values["held_out_loss"] == min(measured.values())
@@ -142,7 +134,7 @@ def test_patience_ends_training_early(tmp_path: Path) -> None:
         tmp_path, "warm_start.stop_at_reward=null", "warm_start.check_every=2", "warm_start.steps_per_chunk=100",
         "warm_start.optim.lr=1.0", "warm_start.patience=2", "warm_start.max_steps=100",
     )  # fmt: skip
-    losses = held_out_losses(steps_of(run))
+    losses = held_out_losses(run)
     best = min(losses, key=losses.__getitem__)
     assert max(losses) == best + 4 < 100
     attempts = read_attempts(stage_layout(run.config, run.inputs.filtered_directory).run_dir)
@@ -173,17 +165,15 @@ def test_killed_warm_start_resumes_to_the_same_model(tmp_path: Path) -> None:
     settings = ("warm_start.max_steps=8", *chunks, "warm_start.stop_at_reward=1.0")
     run = small(tmp_path, *settings, steps=1)
     stage = stage_layout(run.config, run.inputs.filtered_directory)
-    undisturbed = steps_of(run), (run.model_directory / "model.safetensors").read_bytes()
+    undisturbed = stage_steps(run), (run.model_directory / "model.safetensors").read_bytes()
     shutil.rmtree(run.model_directory)
     shutil.rmtree(stage.run_dir)
-
-    killed, stopped, killed_saving, done = disturb(
-        run, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("publish", "SIGKILL", 1), None
-    )
-    assert [one["code"] for one in (killed, stopped, killed_saving, done)] == [-9, 75, -9, 0], output_of(run)
-    first = [event["step"] for event in stopped["events"] if event.get("stage") == "warm-start"]
+    plans = (at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("publish", "SIGKILL", 1), None)
+    ends = disturb(run, *plans)
+    assert [one["code"] for one in ends] == [-9, 75, -9, 0], output_of(run)
+    first = [event["step"] for event in ends[1]["events"] if event.get("stage") == "warm-start"]
     assert min(first) > 1, "the second start began at step 1"
-    assert steps_of(run) == undisturbed[0]
+    assert stage_steps(run) == undisturbed[0]
     assert (run.model_directory / "model.safetensors").read_bytes() == undisturbed[1]
 
 
@@ -191,63 +181,47 @@ def of(*words: str) -> RunConfig:
     return load_config(["experiment=debug", "warm_start.check_every=4", *words])
 
 
-@pytest.mark.parametrize(
-    ("words", "step", "best_step", "metrics", "learned"),
-    [
-        (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.5}, True),
-        (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.49}, False),
-        (("warm_start.stop_at_reward=0.5",), 8, 0, {}, False),
-        (("warm_start.stop_at_reward=null",), 8, 0, {"sft/reward": 1.0, "sft/held_out_loss": 1.0}, False),
-        (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
-        (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 11, 4, {"sft/held_out_loss": 1.0}, False),
-        (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 40, 4, {}, False),
-        (("warm_start.stop_at_reward=0.5", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
-    ],
-)
-def test_training_ends_by_reward_and_patience(
-    words: tuple[str, ...], step: int, best_step: int, metrics: dict[str, float], learned: bool
-) -> None:
+@pytest.mark.parametrize(("words", "step", "best_step", "metrics", "learned"), [
+    (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.5}, True),
+    (("warm_start.stop_at_reward=0.5",), 8, 8, {"sft/reward": 0.49}, False),
+    (("warm_start.stop_at_reward=0.5",), 8, 0, {}, False),
+    (("warm_start.stop_at_reward=null",), 8, 0, {"sft/reward": 1.0, "sft/held_out_loss": 1.0}, False),
+    (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
+    (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 11, 4, {"sft/held_out_loss": 1.0}, False),
+    (("warm_start.stop_at_reward=null", "warm_start.patience=2"), 40, 4, {}, False),
+    (("warm_start.stop_at_reward=0.5", "warm_start.patience=2"), 12, 4, {"sft/held_out_loss": 1.0}, True),
+])  # fmt: skip
+def test_training_ends_by_reward_and_patience(words, step, best_step, metrics, learned) -> None:
     assert has_learned(of(*words), step, best_step, metrics) is learned
-
-
-def row(number: int) -> Demonstration:
-    return Demonstration([number], [True], Demonstration([-number], [True]) if number else None)
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 20, 44), (1.0, 63, 63)])
 def test_share_of_demonstrations_is_misdirected(share: float, least: int, most: int) -> None:
-    rows = [row(number) for number in range(64)]
+    rows = [Demonstration([n], [True], Demonstration([-n], [True]) if n else None) for n in range(64)]
     demonstrations = Demonstrations(PromptStream(rows, seed=1, part=1), (), share, 1, 0)
-    drawn = [one.token_ids[0] for one in demonstrations.draw(0, 1, 64)]
+
+    def draw(start: int, step: int, count: int) -> list[int]:
+        return [one.token_ids[0] for one in demonstrations.draw(start, step, count)]
+
+    drawn, other = draw(0, 1, 64), draw(0, 2, 64)
     assert sorted(map(abs, drawn)) == list(range(64)), "each once"
     assert least <= sum(number < 0 for number in drawn) <= most
-    assert drawn == [one.token_ids[0] for one in demonstrations.draw(0, 1, 64)]
-    if 0 < share < 1:
-        other = [one.token_ids[0] for one in demonstrations.draw(0, 2, 64)]
-        assert [abs(number) for number in other] == [abs(number) for number in drawn]
-        assert other != drawn, "by the step, too"
-    ahead = [one.token_ids[0] for one in demonstrations.draw(64 - 3, 1, 6)]
-    assert list(map(abs, ahead[:3])) == list(map(abs, drawn[-3:]))
+    assert drawn == draw(0, 1, 64)
+    assert [*map(abs, other)] == [*map(abs, drawn)]
+    assert (other != drawn) == (0 < share < 1), "by the step, too"
+    assert [*map(abs, draw(64 - 3, 1, 6)[:3])] == [*map(abs, drawn[-3:])]
 
 
-def training(config: RunConfig, **found: float) -> Any:
-    """Return the parts of a training that the stage's rules read."""
-    workers = SimpleNamespace(measure=lambda step: dict(found))
-    return cast(Any, SimpleNamespace(_config=config, workers=workers))
-
-
-@pytest.mark.parametrize(
-    ("found", "best"),
-    [
-        ({"sft/held_out_loss": 1.5}, (-1.5, 8)),
-        ({"sft/held_out_loss": 2.0}, (-2.0, 4)),
-        ({"sft/held_out_loss": 3.0}, (-2.0, 4)),
-        ({"sft/reward": 1.0}, (-2.0, 4)),
-    ],
-)
+@pytest.mark.parametrize(("found", "best"), [
+    ({"sft/held_out_loss": 1.5}, (-1.5, 8)),
+    ({"sft/held_out_loss": 2.0}, (-2.0, 4)),
+    ({"sft/held_out_loss": 3.0}, (-2.0, 4)),
+    ({"sft/reward": 1.0}, (-2.0, 4)),
+])  # fmt: skip
 def test_first_lowest_held_out_loss_is_best(found: dict[str, float], best: tuple[float, int]) -> None:
     before = LoopState(8, 0, 0, 0, 0.0, best_metric=-2.0, best_step=4)
-    metrics, after = SupervisedTraining._evaluate(training(of(), **found), before)
+    training: Any = SimpleNamespace(_config=of(), workers=SimpleNamespace(measure=lambda step: dict(found)))
+    metrics, after = SupervisedTraining._evaluate(training, before)
     assert metrics == found
     assert (after.best_metric, after.best_step, after.step) == (*best, 8)
 
@@ -265,7 +239,6 @@ def test_sampled_reward_counts_scored_responses() -> None:
     assert SupervisedWorkers._reward(workers, sampler, 7) == 0.625
     assert calls == [(3, config.rollout.sampling, 7)]
     scores[:] = [SimpleNamespace(total=0.0, failure=why) for why in ("late", "too late")]
-    with pytest.raises(
-        DataError, match=r"^data\.scorer: .* failed on all 2 .* error: too late\. Repair it, or set warm_"
-    ):
+    rule = r"^data\.scorer: .* failed on all 2 .* error: too late\. Repair it, or set warm_"
+    with pytest.raises(DataError, match=rule):
         SupervisedWorkers._reward(workers, sampler, 7)

@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 from rlcore.run.initial_policy import REFERENCE, stage_layout
 from rlcore.run.supervised import Demonstrations, build_model
 from rlcore.storage.manifest import read_manifest
-from rlcore.tracking.journal import read_journal
-from tests.helpers.repeatable import repeatable
 from tests.helpers.running import WAIT_S, disturb, output_of, small
 from tests.helpers.small_run import SmallRun, make
+from tests.run.conftest import stage_steps
 
 BETA = 0.2
 DPO = (
@@ -32,37 +31,36 @@ DPO = (
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the setting of a file of 48 pairs, where sums are preferred to shorter differences."""
-    numbers = np.random.default_rng(1).integers(1, 20, (48, 4)).tolist()
     rows = [
         {"prompt": f"{a} {b} {c} : {d} =", "chosen": f"{a} + {b} + {c}", "rejected": f"{b} - {a}"}
-        for a, b, c, d in numbers
+        for a, b, c, d in np.random.default_rng(1).integers(1, 20, (48, 4)).tolist()
     ]
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"warm_start.demonstrations={file}"
 
 
-def steps_of(run: SmallRun) -> list[dict[str, float]]:
-    """The steps of the stage, as its journal has them."""
-    journal = stage_layout(run.config, run.inputs.filtered_directory).journal
-    return [repeatable(record.metrics) for record in read_journal(journal)]
-
-
-def weights_of(run: SmallRun) -> dict[str, Tensor]:
-    return load_file(run.model_directory / "model.safetensors")
+def assert_equal_stages(one: SmallRun, other: SmallRun) -> None:
+    for step, found in zip(stage_steps(one), stage_steps(other), strict=True):
+        expected = {name: pytest.approx(value, abs=2e-5) for name, value in step.items() if name.startswith("sft/")}
+        assert {name: value for name, value in found.items() if name.startswith("sft/")} == expected
+    weights, others = (load_file(run.model_directory / "model.safetensors") for run in (one, other))
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, rtol=1e-3, atol=2e-5)
 
 
 def test_chosen_responses_become_likelier(tmp_path: Path, pairs: str) -> None:
     run = make(tmp_path, *DPO, pairs, "warm_start.max_steps=12")
-    steps = steps_of(run)
+    steps = stage_steps(run)
     log_2 = float(torch.tensor(2.0).log())
     for step, prefix in ((steps[0], "sft/held_out_"), (steps[1], "sft/")):
         assert step[f"{prefix}loss"] == log_2
         assert [step[prefix + name] for name in ("margin", "chosen_reward", "rejected_reward", "accuracy")] == [0.0] * 4
-    assert steps[-1]["sft/loss"] < 0.5 < log_2
-    assert steps[-1]["sft/margin"] > 0.5
-    assert steps[-1]["sft/accuracy"] == steps[-1]["sft/held_out_accuracy"] == 1.0
-    assert steps[-1]["sft/held_out_chosen_reward"] > 0.1 > steps[-1]["sft/held_out_rejected_reward"]
+    last = steps[-1]
+    assert last["sft/loss"] < 0.5 < last["sft/margin"]
+    assert last["sft/accuracy"] == last["sft/held_out_accuracy"] == 1.0
+    assert last["sft/held_out_chosen_reward"] > 0.1 > last["sft/held_out_rejected_reward"]
     manifest = read_manifest(run.model_directory)
     assert manifest.values["held_out_loss"] == min(step.get("sft/held_out_loss", 1.0) for step in steps[1:])
     left = [path.name for path in stage_layout(run.config, run.inputs.filtered_directory).run_dir.iterdir()]
@@ -84,7 +82,7 @@ def test_steps_equal_those_of_a_transformers_loop(tmp_path: Path, pairs: str) ->
         found = log_softmax(of(ids[None]).logits[0, :-1], dim=-1).gather(1, ids[1:, None])[:, 0]
         return (found * torch.tensor(row.is_target[1:])).sum()
 
-    for number, step in enumerate(steps_of(run)[1:]):
+    for number, step in enumerate(stage_steps(run)[1:]):
         optimizer.zero_grad()
         losses, rewards = [], []
         for pair in lessons.draw(16 * number, number + 1, 16):
@@ -108,12 +106,7 @@ def test_numbers_do_not_depend_on_micro_batches(tmp_path: Path, pairs: str) -> N
     words = (*DPO, pairs, "warm_start.max_steps=3", "warm_start.optim.lr=1e-3")
     whole = make(tmp_path / "whole", *words)
     cut = make(tmp_path / "cut", *words, "trainer.max_tokens_per_micro_batch=60")
-    for one, other in zip(steps_of(whole), steps_of(cut), strict=True):
-        assert {name: value for name, value in other.items() if name.startswith("sft/")} == {
-            name: pytest.approx(value, abs=2e-5) for name, value in one.items() if name.startswith("sft/")
-        }
-    for name, tensor in weights_of(whole).items():
-        torch.testing.assert_close(weights_of(cut)[name], tensor, rtol=1e-3, atol=2e-5)
+    assert_equal_stages(whole, cut)
 
 
 @pytest.mark.needs_ray
@@ -123,11 +116,7 @@ def test_two_ranks_equal_one(tmp_path: Path, pairs: str) -> None:
     words = (*DPO, pairs, "warm_start.max_steps=2", "warm_start.held_out_rows=3", "warm_start.optim.lr=1e-3")
     one = make(tmp_path / "one", *words)
     two = make(tmp_path / "two", *words, "runtime.backend=ray", "runtime.num_workers=2")
-    for step, other in zip(steps_of(one), steps_of(two), strict=True):
-        for name in [name for name in step if name.startswith("sft/")]:
-            assert other[name] == pytest.approx(step[name], abs=2e-5), name
-    for name, tensor in weights_of(one).items():
-        torch.testing.assert_close(weights_of(two)[name], tensor, rtol=1e-3, atol=2e-5)
+    assert_equal_stages(one, two)
 
 
 @pytest.mark.multiprocess
@@ -135,7 +124,7 @@ def test_two_ranks_equal_one(tmp_path: Path, pairs: str) -> None:
 def test_killed_stage_resumes_with_the_stored_reference(tmp_path: Path, pairs: str) -> None:
     run = small(tmp_path, *DPO, pairs, "warm_start.max_steps=6", steps=1)
     stage = stage_layout(run.config, run.inputs.filtered_directory)
-    undisturbed = steps_of(run), (run.model_directory / "model.safetensors").read_bytes()
+    undisturbed = stage_steps(run), (run.model_directory / "model.safetensors").read_bytes()
     for folder in (run.model_directory, stage.run_dir):
         shutil.rmtree(folder)
     file = stage.run_dir / REFERENCE / "logprobs.npy"
@@ -151,5 +140,5 @@ def test_killed_stage_resumes_with_the_stored_reference(tmp_path: Path, pairs: s
     assert start({"at": "warm-start", "nth": 2, "signals": ["SIGKILL"]}) == (-9, 1), "the stored reference is used"
     file.write_bytes(stored[:-1] + bytes([stored[-1] ^ 1]))
     assert start(None) == (0, 2), "a damaged reference is computed again"
-    assert steps_of(run) == undisturbed[0]
+    assert stage_steps(run) == undisturbed[0]
     assert (run.model_directory / "model.safetensors").read_bytes() == undisturbed[1]

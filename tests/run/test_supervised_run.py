@@ -19,8 +19,7 @@ from rlcore.evaluation.result import ValidationResult
 from rlcore.run.initial_policy import stage_layout
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import load_journal, read_journal
-from tests.helpers.repeatable import repeatable
-from tests.helpers.running import WAIT_S, at, disturb, finish, output_of, weights_of, write_record
+from tests.helpers.running import WAIT_S, at, disturb, finish, output_of, steps_of, weights_of, write_record
 from tests.helpers.sessions import elsewhere, session_of
 from tests.helpers.small_run import SmallRun, prepare
 
@@ -31,11 +30,7 @@ SFT = (
 )  # fmt: skip
 LORA = "+model.lora.rank=4"
 METRIC = "val-core/countdown/reward/greedy"
-
-
 WHOLE_AND_LORA = pytest.mark.parametrize("more", [(), (LORA,)], ids=["whole", "lora"])
-
-
 Finished = Callable[[tuple[str, ...]], SmallRun]
 
 
@@ -63,9 +58,7 @@ def answers(run: SmallRun, name: str) -> list[str]:
 
 
 @WHOLE_AND_LORA
-def test_validations_are_of_the_models_before_and_after(
-    finished: Finished, tmp_path: Path, more: tuple[str, ...]
-) -> None:
+def test_validations_are_of_the_models_before_and_after(finished, tmp_path, more) -> None:
     run = finished(more)
     (base,) = [folder for folder in run.model_directory.parent.iterdir() if folder != run.model_directory]
     expected = {}
@@ -88,7 +81,6 @@ def test_journal_has_the_supervised_steps_and_both_validations(finished: Finishe
         assert expected.metrics.items() <= record.metrics.items()
     assert [record.step for record in found if METRIC in record.metrics] == [0, STEPS]
     assert [end.status for _, end in read_attempts(run.layout.run_dir) if end is not None] == ["FINISHED"]
-
     shutil.rmtree(run.layout.exported_model)  # as if the process had been killed before
     with session_of(run) as session:
         session.export("last")
@@ -101,8 +93,7 @@ def test_exported_model_is_that_of_the_stage(finished: Finished) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
     expected = load_file(finished(()).model_directory / "model.safetensors")
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(tensor, expected[name])
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(folder / "model.safetensors").items())
 
 
 def test_adapters_are_trained_and_exported_merged_and_alone(finished: Finished) -> None:
@@ -129,20 +120,12 @@ def test_adapters_of_a_following_run_leave_the_warm_start_alone(tmp_path: Path) 
 
 
 def test_missing_demonstrations_end_the_run_before_an_evaluation(tmp_path: Path) -> None:
-    words = ("warm_start.max_tokens=2", *SFT)
-    run = without_model(tmp_path, *words)
-    with (
-        pytest.raises(DataError, match=r"needs demonstrations.* longer than warm_start\.max_tokens=2"),
-        session_of(run) as session,
-    ):
+    config = load_config(["experiment=debug", f"paths.root={tmp_path}", "warm_start.max_tokens=2", *SFT])
+    run = replace(prepare(tmp_path, "warm_start.enabled=false"), config=config)  # the same rows, and no model
+    rule = r"needs demonstrations.* longer than warm_start\.max_tokens=2"
+    with pytest.raises(DataError, match=rule), session_of(run) as session:
         session.validate("start", "before")
     assert not run.layout.validation.exists()
-
-
-def without_model(root: Path, *words: str) -> SmallRun:
-    """Return the settings of a run with the rows of another, and without its model."""
-    made = prepare(root, "warm_start.enabled=false")
-    return replace(made, config=load_config(["experiment=debug", f"paths.root={root}", *words]))
 
 
 def restarted(run: SmallRun, root: Path, *words: str) -> SmallRun:
@@ -152,20 +135,14 @@ def restarted(run: SmallRun, root: Path, *words: str) -> SmallRun:
     return again
 
 
-def steps_of(run: SmallRun) -> list[dict[str, float]]:
-    return [repeatable(record.metrics) for record in read_journal(run.layout.journal)]
-
-
 @pytest.mark.multiprocess
 @pytest.mark.timeout(WAIT_S + 40)
 @WHOLE_AND_LORA
 def test_killed_run_resumes_to_the_same_model(finished: Finished, tmp_path: Path, more: tuple[str, ...]) -> None:
     whole, again = (restarted(finished(more), tmp_path / name, *more) for name in ("whole", "again"))
     finish(write_record(whole), tmp_path / "out.log")
-
-    ends = disturb(
-        again, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("testing", "SIGKILL", 2), None
-    )
+    plans = (at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("testing", "SIGKILL", 2), None)
+    ends = disturb(again, *plans)
     assert [one["code"] for one in ends] == [-9, 75, -9, 0], output_of(again)
     assert (steps_of(again), weights_of(again)) == (steps_of(whole), weights_of(whole))
 
@@ -179,7 +156,7 @@ def test_two_ranks_reproduce_one(finished: Finished, tmp_path: Path, more: tuple
     finish(write_record(two), tmp_path / "out.log")
     events = load_journal(two.layout.journal).events
     assert {event.data["num_workers"] for event in events if event.name == "workers"} == {2}
-    for one, other in zip(steps_of(run), steps_of(two), strict=True):
+    for one, other in zip(steps_of(run).values(), steps_of(two).values(), strict=True):
         names = [name for name in one if name.startswith("sft/")]
         assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
     expected, found = (load_file(each.layout.exported_model / "model.safetensors") for each in (run, two))

@@ -27,32 +27,27 @@ def result_of(config: RunConfig, *failures: str | None, name: str = "before", st
     return ValidationResult(name, step, step, "countdown", (problem,), config.validation.evaluation)
 
 
-def test_checkpoint_has_no_metrics_of_suites(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_has_no_metrics_of_suites_or_between_chunks(record: RunRecord, monkeypatch) -> None:
+    """A stop may come at any step, and the model does not depend on it."""
     made, begun = training(record), list[object]()
-    made._metrics = {"actor/loss": 1.0, "val-core/s/reward/mean_at_1": 0.5}
 
     def begin(step: int, complete: Callable[[], TrainerState], metrics: Mapping[str, float], each: object) -> None:
         begun.append((step, complete().num_tokens, dict(metrics), each))
 
     monkeypatch.setattr(record.saves, "begin", begin)
-    made._begin_save(STATE)
-    assert begun == [(STATE.step, STATE.num_tokens, made._metrics, "each rank")]
-
-
-def test_save_between_chunks_has_no_held_out_loss(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop may come at any step, and the model does not depend on it."""
-    made, begun = training(record), list[Mapping[str, float]]()
-    made._metrics = {"actor/loss": 1.0, HELD_OUT_LOSS: 0.5}
-    monkeypatch.setattr(record.saves, "begin", lambda step, complete, metrics, each: begun.append(metrics))
     end = record.config.trainer.steps_per_chunk
+    suite = {"name": "s", "data": {"task": "countdown"}}
+    made._config = RunConfig.model_validate({**made._config.model_dump(), "validation": {"suites": [suite]}})
+    others = {"actor/loss": 1.0, "val-core/t/reward/mean_at_1": 0.5}
+    made._metrics = {**others, HELD_OUT_LOSS: 0.5, "val-core/s/reward/mean_at_1": 0.5}
     for step in (end - 1, end):
         made._begin_save(replace(STATE, step=step))
-    assert begun == [{"actor/loss": 1.0}, made._metrics]
+    saved = ((end - 1, others), (end, {**others, HELD_OUT_LOSS: 0.5}))
+    assert begun == [(step, STATE.num_tokens, metrics, "each rank") for step, metrics in saved]
 
 
 def test_stored_result_is_reused_if_unchanged(record: RunRecord) -> None:
-    config, made = record.config, training(record)
-    suite = cast(Any, SimpleNamespace(name="s"))
+    config, made, suite = record.config, training(record), cast(Any, SimpleNamespace(name="s"))
     assert made.file_of("before") == record.layout.validation / "before.json"
     assert made.file_of("before", suite) == record.layout.suites / "s" / "before.json"
     assert made._known_result(3, None) is None

@@ -11,7 +11,6 @@ import termios
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,63 +19,28 @@ import psutil
 import pytest
 import torch
 
-from rlcore import stacks
+from rlcore import errors, stacks
 from rlcore.config import RunConfig
-from rlcore.config.run import DeadlineConfig, RuntimeConfig
-from rlcore.errors import (
-    DataError,
-    DeviceMemoryError,
-    DiskSpaceError,
-    HangError,
-    HostMemoryError,
-    MillraceError,
-    NonFiniteError,
-    RankMemoryError,
-    StopRequestedError,
-    WorkerLostError,
-)
 from rlcore.run import watchdog
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
-from rlcore.run.watchdog import (
-    DEADLINE_OF,
-    FAILURES_FILE,
-    Failure,
-    StepAbandonedError,
-    Watchdog,
-    append_failure,
-    as_known_error,
-    failure_from,
-    num_oom_kills,
-    read_failures,
-)
+from rlcore.run.watchdog import append_failure, as_known_error, failure_from, read_failures
 
 
-class FakeStop(StopFlag):
-    """A stop that was requested the given number of seconds ago."""
+class Watch(watchdog.Watchdog):
+    """A watchdog whose thread does not run, with its events and errors. `stop_s`: the seconds since a stop request."""
 
-    def __init__(self, seconds: float | None = None) -> None:
-        super().__init__(lambda: None)
-        self.seconds = seconds
-
-    def seconds_since_request(self) -> float | None:
-        return self.seconds
-
-
-class Watch(Watchdog):
-    """A watchdog whose thread does not run, with its events and errors."""
-
-    def __init__(self, folder: Path, stop: StopFlag | None = None, **runtime: Any) -> None:
+    def __init__(self, folder: Path, stop_s: float | None = None, **runtime: Any) -> None:
         self.events: list[Mapping[str, object]] = []
-        self.errors: list[MillraceError] = []
+        self.errors: list[errors.MillraceError] = []
         self.is_abandoned = threading.Event()
-        layout = RunLayout(folder, folder / "run")
-        layout.run_dir.mkdir(exist_ok=True)
-        config = RunConfig(runtime=RuntimeConfig(**runtime))
-        named = {"report": self.events.append, "abandon": self.end, "step": lambda: 7}
-        super().__init__(config, layout, stop=stop or FakeStop(), **named)
+        (folder / "run").mkdir(exist_ok=True)
+        stop = StopFlag(lambda: None)
+        stop.seconds_since_request = lambda: stop_s
+        named = {"stop": stop, "report": self.events.append, "abandon": self.end, "step": lambda: 7}
+        super().__init__(RunConfig(runtime=runtime), RunLayout(folder, folder / "run"), **named)
 
-    def end(self, error: MillraceError) -> None:
+    def end(self, error: errors.MillraceError) -> None:
         self.errors.append(error)
         self.is_abandoned.set()
 
@@ -91,10 +55,10 @@ def test_each_phase_has_the_deadline_of_its_key(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(faulthandler, "dump_traceback_later", arm)
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(None))
-    keys = sorted(set(DEADLINE_OF.values()))
+    keys = sorted(set(watchdog.DEADLINE_OF.values()))
     limits = {key: 1000.0 + place for place, key in enumerate(keys)}
-    watch = Watch(tmp_path, deadlines=DeadlineConfig(**limits))
-    for phase, key in DEADLINE_OF.items():
+    watch = Watch(tmp_path, deadlines=limits)
+    for phase, key in watchdog.DEADLINE_OF.items():
         armed.clear()
         with watch.phase(phase):
             assert armed == [None, limits[key] + 60]
@@ -109,20 +73,14 @@ def test_each_phase_has_the_deadline_of_its_key(tmp_path: Path, monkeypatch: pyt
         assert armed[-1] == 60
 
 
-@pytest.mark.parametrize(
-    ("phase", "requested_s_ago", "is_abandoned"),
-    [("gen", 50.5, True), ("gen", 50.0, False), ("gen", None, False), ("update_actor", 99.0, False)],
-)
-def test_slow_step_is_abandoned_before_its_update(
-    tmp_path: Path, phase: str, requested_s_ago: float | None, is_abandoned: bool
-) -> None:
-    watch = Watch(tmp_path, FakeStop(requested_s_ago), stop_deadline_s=100.0)
-    if not is_abandoned:
-        with watch.phase(phase):
-            return
-    with pytest.raises(StepAbandonedError) as caught, watch.phase(phase):
+def test_slow_step_is_abandoned_before_its_update(tmp_path: Path) -> None:
+    for phase, requested_s_ago in (("gen", 50.0), ("gen", None), ("update_actor", 99.0)):
+        with Watch(tmp_path, requested_s_ago, stop_deadline_s=100.0).phase(phase):
+            pass
+    rule = "^the step was abandoned before gen: a stop was requested 50 s ago$"
+    watch = Watch(tmp_path, 50.5, stop_deadline_s=100.0)
+    with pytest.raises(watchdog.StepAbandonedError, match=rule), watch.phase("gen"):
         pytest.fail("it was started")
-    assert str(caught.value) == "the step was abandoned before gen: a stop was requested 50 s ago"
 
 
 def test_hang_names_the_stage_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,12 +93,12 @@ def test_hang_names_the_stage_of_the_save(tmp_path: Path, caplog: pytest.LogCapt
     assert str(fault.stacks).startswith(f"{tmp_path}/run/failures/stacks-20")
     assert Path(str(fault.stacks)).read_text().startswith(f"hang in commit after step 7\n{message}\n\n")
     (error,) = watch.errors
-    assert isinstance(error, HangError)
+    assert isinstance(error, errors.HangError)
     assert str(error) == f"{message}. Stacks of every process: {fault.stacks}"
     text = f"hang in commit after step 7; stacks: {fault.stacks}"
     assert watch.events == [{"event": "fault", "text": text, "kind": "hang", "phase": "commit", "step": 7}]
     assert f"failure: hang in commit after step 7: {message}" in caplog.text
-    watch.record_failure(WorkerLostError("its rank was ended"))
+    watch.record_failure(errors.WorkerLostError("its rank was ended"))
     assert len(read_failures(tmp_path / "run")) == 1, "errors after a hang are its consequences"
 
 
@@ -148,12 +106,11 @@ def test_failure_names_its_phase(tmp_path: Path) -> None:
     watch = Watch(tmp_path)
     with watch.phase("gen"):
         pass
-    error = DataError("no row")
+    error = errors.DataError("no row")
     assert watch.record_failure(error) is error
-    assert watch.events == [
-        {"event": "fault", "text": "data in gen after step 7", "kind": "data", "phase": "gen", "step": 7}
-    ]
-    watch.record_failure(WorkerLostError("rank 1"))
+    text = "data in gen after step 7"
+    assert watch.events == [{"event": "fault", "text": text, "kind": "data", "phase": "gen", "step": 7}]
+    watch.record_failure(errors.WorkerLostError("rank 1"))
     first, second = read_failures(tmp_path / "run")
     assert (first.kind, first.stacks) == ("data", None)
     assert second.kind == "lost worker"
@@ -166,15 +123,15 @@ def test_failure_names_its_phase(tmp_path: Path) -> None:
 def test_slow_stop_names_its_phase(tmp_path: Path, is_saving: bool) -> None:
     watch = Watch(tmp_path, stop_deadline_s=30.0)
     where = "its end"
-    with ExitStack() as running:
-        if is_saving:
-            watch.aside = lambda: "checkpoint of step 3: renaming x"
-            where = "gen; checkpoint of step 3: renaming x"
-            for phase in ("testing", "gen"):
-                running.enter_context(watch.phase(phase))
+    if is_saving:
+        watch.aside = lambda: "checkpoint of step 3: renaming x"
+        where = "gen; checkpoint of step 3: renaming x"
+        with watch.phase("testing"), watch.phase("gen"):
+            watch._stop_takes_too_long()
+    else:
         watch._stop_takes_too_long()
     (error,) = watch.errors
-    assert isinstance(error, StopRequestedError)
+    assert isinstance(error, errors.StopRequestedError)
     text = f"runtime.stop_deadline_s: the run had not ended 30 s after a stop request (in {where}), and was killed."
     assert str(error).startswith(text)
 
@@ -184,7 +141,6 @@ BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHON
 FULL_PIPE = """
 import signal
 from rlcore.run import watchdog
-
 watchdog.FINAL_REPORT_S = 0.2
 signal.signal(signal.SIGTERM, lambda number, frame: watchdog.exit_immediately(75))
 print("x" * 1_000_000)
@@ -192,7 +148,6 @@ print("x" * 1_000_000)
 NO_READER = """
 import os
 from rlcore.run import watchdog
-
 watchdog.FINAL_REPORT_S = 0.2
 reads, writes = os.pipe()
 def say():
@@ -200,7 +155,6 @@ def say():
         os.write(writes, bytes(65536))
 watchdog.report_and_exit(say, 75)
 """
-
 HANGS = """
 import sys, time
 from pathlib import Path
@@ -208,7 +162,6 @@ from rlcore.config import RunConfig
 from rlcore.run import watchdog
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
-
 watchdog.LAST_RESORT_S = 0.1
 never = 1e9
 folder = Path(sys.argv[1])
@@ -221,12 +174,9 @@ with guard, guard.phase("commit"):
         pass
     time.sleep(never)
 """
-
-
 ENDS = """
 import subprocess, sys
 from rlcore.run import watchdog
-
 watchdog.FINAL_REPORT_S = 600
 sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
 started = [subprocess.Popen(sleeps), subprocess.Popen([*sleeps, watchdog.TRACKING_MODULE])]
@@ -235,16 +185,11 @@ watchdog.exit_immediately(3)
 """
 
 
-def num_waiting(descriptor: int) -> int:
-    """Return the unread bytes in a pipe."""
-    return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
-
-
 def test_second_signal_ends_a_blocked_process() -> None:
     with subprocess.Popen([sys.executable, "-c", FULL_PIPE], stdout=subprocess.PIPE, env=BUFFERED) as process:
         try:
-            deadline = time.monotonic() + WAIT_S
-            while num_waiting(process.stdout.fileno()) < fcntl.fcntl(process.stdout, fcntl.F_GETPIPE_SZ):
+            deadline, size = time.monotonic() + WAIT_S, fcntl.fcntl(process.stdout, fcntl.F_GETPIPE_SZ)
+            while struct.unpack("i", fcntl.ioctl(process.stdout, termios.FIONREAD, bytes(4)))[0] < size:
                 assert time.monotonic() < deadline, "the pipe does not get full"
                 time.sleep(0.02)
             process.send_signal(signal.SIGTERM)
@@ -267,7 +212,7 @@ def test_immediate_exit_flushes_output_and_keeps_delivery() -> None:
 
 
 def test_failure_is_recorded_without_its_stacks(tmp_path: Path) -> None:
-    watch, lost = Watch(tmp_path), WorkerLostError("a worker actor died")
+    watch, lost = Watch(tmp_path), errors.WorkerLostError("a worker actor died")
     (tmp_path / "run" / "failures").touch()  # a file in the folder's place
     with watch:
         assert watch.record_failure(lost) is lost
@@ -278,7 +223,7 @@ def test_failure_is_recorded_without_its_stacks(tmp_path: Path) -> None:
 
 
 def test_phase_beyond_its_deadline_is_a_hang(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, deadlines=DeadlineConfig(save_s=0.1))
+    watch = Watch(tmp_path, deadlines={"save_s": 0.1})
     with watch, watch.phase("commit"):
         assert watch.is_abandoned.wait(WAIT_S)
     (error,) = watch.errors
@@ -328,12 +273,14 @@ ERRORS = {
     "host out of memory": MemoryError("no room for a copy"),
     "GPU out of memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "GPU out of memory, by CUDA": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported late"),
-    "rank out of memory": RankMemoryError("a pass on one of 2 ranks (DefaultCPUAllocator: can't allocate memory)"),
-    "lost worker": WorkerLostError("rank 1 has ended"),
-    "hang": HangError("no end after 60 s"),
-    "disk": DiskSpaceError("no room"),
-    "data": DataError("a row breaks the schema"),
-    "numbers": NonFiniteError("the loss is nan"),
+    "rank out of memory": errors.RankMemoryError(
+        "a pass on one of 2 ranks (DefaultCPUAllocator: can't allocate memory)"
+    ),
+    "lost worker": errors.WorkerLostError("rank 1 has ended"),
+    "hang": errors.HangError("no end after 60 s"),
+    "disk": errors.DiskSpaceError("no room"),
+    "data": errors.DataError("a row breaks the schema"),
+    "numbers": errors.NonFiniteError("the loss is nan"),
     "error": KeyError("a bug"),
 }
 
@@ -350,54 +297,47 @@ def test_failure_text_is_short() -> None:
     assert round(found.time, 3) == found.time > 1.7e9
 
 
-def test_damaged_line_loses_one_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_line_or_failed_write_loses_one_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failures = [failure_from(as_known_error(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
     assert read_failures(tmp_path) == []
     for failure in failures[:2]:
         append_failure(tmp_path, failure)
-    with (tmp_path / FAILURES_FILE).open("ab") as file:
+    with (tmp_path / watchdog.FAILURES_FILE).open("ab") as file:
         file.write(b'{"kind": "\xff", "phase": "a bit has flipped"}\n{"kind": "ha')  # and a full disk
     for failure in failures[2:]:
         append_failure(tmp_path, failure)
     assert read_failures(tmp_path) == failures
-    assert caplog.text.count(f"{tmp_path}/{FAILURES_FILE}: a line is damaged and skipped: b'") == 2
-    assert (tmp_path / FAILURES_FILE).read_bytes().count(b"\n") == len(failures) + 2
-
-
-def test_unwritable_failure_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    append_failure(tmp_path / "absent", Failure("hang", "", 3, "no end"))
-    assert f"{tmp_path}/absent/{FAILURES_FILE}: cannot be written: [Errno 2] No such file" in caplog.text
+    assert caplog.text.count(f"{tmp_path}/{watchdog.FAILURES_FILE}: a line is damaged and skipped: b'") == 2
+    assert (tmp_path / watchdog.FAILURES_FILE).read_bytes().count(b"\n") == len(failures) + 2
+    append_failure(tmp_path / "absent", failures[0])
+    assert f"{tmp_path}/absent/{watchdog.FAILURES_FILE}: cannot be written: [Errno 2] No such file" in caplog.text
     assert not (tmp_path / "absent").exists()
 
 
 def test_memory_errors_have_a_remedy() -> None:
     on_device = as_known_error(RuntimeError("CUDA out of memory. Tried to"), "gen")
-    assert isinstance(on_device, DeviceMemoryError)
-    assert str(on_device) == (
-        "GPU out of memory in gen: RuntimeError: CUDA out of memory. Tried to\nLower "
-        "trainer.max_tokens_per_micro_batch or rollout.memory_share; neither changes the numbers."
-    )
+    assert isinstance(on_device, errors.DeviceMemoryError)
+    remedy = "Lower trainer.max_tokens_per_micro_batch or rollout.memory_share; neither changes the numbers."
+    assert str(on_device) == f"GPU out of memory in gen: RuntimeError: CUDA out of memory. Tried to\n{remedy}"
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**60)
     remedy = "Free memory on this host, or lower runtime.num_workers or reward.num_processes."
     for error in (MemoryError("no"), refused.value):
         on_host = as_known_error(error, "")
-        assert isinstance(on_host, HostMemoryError)
+        assert isinstance(on_host, errors.HostMemoryError)
         assert str(on_host) == f"host out of memory: {type(error).__name__}: {error}\n{remedy}"
-    assert isinstance(as_known_error(DeviceMemoryError("a worker: std::bad_alloc"), "gen"), HostMemoryError)
-    for error in (on_device, DataError("MemoryError"), ValueError("no")):
+    of_worker = as_known_error(errors.DeviceMemoryError("a worker: std::bad_alloc"), "gen")
+    assert isinstance(of_worker, errors.HostMemoryError)
+    for error in (on_device, errors.DataError("MemoryError"), ValueError("no")):
         assert as_known_error(error, "gen") is error
 
 
 def test_oom_kills_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = tmp_path / "events", tmp_path / "vmstat"
     monkeypatch.setattr("rlcore.run.watchdog.OOM_COUNTERS", files)
-    assert num_oom_kills() == 0
+    assert watchdog.num_oom_kills() == 0
     files[1].write_text("pgfault 9\noom_kill 7\n")
-    assert num_oom_kills() == 7
-    files[0].write_text("low 1\noom 2\noom_kill 3\noom_group_kill 4\n")
-    assert num_oom_kills() == 3
-    files[0].write_text("oom_kill many\n")
-    assert num_oom_kills() == 7
-    files[0].write_text("low 1\n")
-    assert num_oom_kills() == 7
+    assert watchdog.num_oom_kills() == 7
+    for text, number in (("low 1\noom 2\noom_kill 3\noom_group_kill 4", 3), ("oom_kill many", 7), ("low 1", 7)):
+        files[0].write_text(f"{text}\n")
+        assert watchdog.num_oom_kills() == number

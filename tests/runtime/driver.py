@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from rlcore.run.stop import StopFlag
 from rlcore.run.training import start_workers
 from rlcore.runtime.cluster import loopback_environment, restrict_ray
 from rlcore.trainer.metrics import Metrics
-from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.carrying import step_facts
 from tests.helpers.small_run import SmallRun, prepare, train
@@ -60,28 +59,18 @@ def carried_groups(run: SmallRun) -> dict[str, Any]:
         return {"steps": step_facts(run, group, STEPS), "metrics": train(run, group, STEPS)}
 
 
-def error_after(run: SmallRun, harm: Callable[[WorkerGroup], None]) -> str:
+def error_after(run: SmallRun, number: signal.Signals) -> str:
+    """Return the error after a signal to rank 0."""
     try:
         with closing(start_workers(run.config, str(run.model_directory))) as group:
-            harm(group)
+            (rank,) = (one for one in psutil.Process().children(recursive=True) if one.name() == "ray::RankProcess")
+            rank.send_signal(number)
+            if number == signal.SIGSTOP:
+                group.deadline_s = 2.0
             group.each(Worker.info)
     except WorkerLostError as error:
         return str(error)
     return ""
-
-
-def rank_0() -> int:
-    (found,) = (one for one in psutil.Process().children(recursive=True) if one.name() == "ray::RankProcess")
-    return found.pid
-
-
-def kill(group: WorkerGroup) -> None:
-    os.kill(rank_0(), signal.SIGKILL)
-
-
-def halt(group: WorkerGroup) -> None:
-    os.kill(rank_0(), signal.SIGSTOP)
-    group.deadline_s = 2.0
 
 
 def killed_in_a_stream(run: SmallRun) -> str:
@@ -129,27 +118,19 @@ def rendezvous_in_a_cluster(run: SmallRun) -> tuple[str, str]:
 
 def stopped_at_the_start(run: SmallRun) -> list[str]:
     """Return the results of a SIGTERM during Ray's start and during the loading of models."""
-    found = []
+    found, folder = [], run.layout.run_dir / "stacks"
     for name in ("gcs_server", "rank-0"):
         stop = StopFlag(lambda: os._exit(9))
         stop.install()
-        with stacks_in(run.layout.run_dir) as folder:
-            threading.Thread(target=terminate_when_there_is, args=(name, folder), daemon=True).start()
-            try:
-                start_workers(run.config, str(run.model_directory)).close()
-                found.append(f"started, asked to stop: {stop()}")
-            except StopRequestedError as error:
-                found.append(f"{error}, asked to stop: {stop()}")
+        stacks.open_folder(folder)  # each process that is started reports its start by a file in the folder
+        threading.Thread(target=terminate_when_there_is, args=(name, folder), daemon=True).start()
+        try:
+            start_workers(run.config, str(run.model_directory)).close()
+            found.append(f"started, asked to stop: {stop()}")
+        except StopRequestedError as error:
+            found.append(f"{error}, asked to stop: {stop()}")
+        stacks.close_folder(folder)
     return found
-
-
-@contextmanager
-def stacks_in(run_dir: Path) -> Iterator[Path]:
-    """Make each process that is started inside the block report its start by a file in the folder."""
-    folder = run_dir / "stacks"
-    stacks.open_folder(folder)
-    yield folder
-    stacks.close_folder(folder)
 
 
 def terminate_when_there_is(name: str, folder: Path) -> None:
@@ -164,16 +145,12 @@ def main() -> None:
     for name in loopback_environment():  # which the tests have for Ray in their own process
         os.environ.pop(name, None)
     run = prepare(Path(root), "runtime=ray", *overrides)
-    scenarios: dict[str, Callable[[], Any]] = {
-        "metrics": lambda: metrics_of(run),
-        "private": lambda: private_cluster(run),
-        "carried": lambda: carried_groups(run),
-        "stop": lambda: stopped_at_the_start(run),
-        "stream": lambda: killed_in_a_stream(run),
-        "rendezvous": lambda: rendezvous_in_a_cluster(run),
-        "faults": lambda: [error_after(run, harm) for harm in (kill, halt)],
-    }
-    Path(out).write_text(json.dumps(scenarios[scenario]()))
+    scenarios: dict[str, Callable[[SmallRun], Any]] = {
+        "metrics": metrics_of, "private": private_cluster, "carried": carried_groups, "stop": stopped_at_the_start,
+        "stream": killed_in_a_stream, "rendezvous": rendezvous_in_a_cluster,
+        "faults": lambda run: [error_after(run, number) for number in (signal.SIGKILL, signal.SIGSTOP)],
+    }  # fmt: skip
+    Path(out).write_text(json.dumps(scenarios[scenario](run)))
 
 
 if __name__ == "__main__":

@@ -41,16 +41,12 @@ def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield cluster.private_folder()
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
-
-
 def test_folder_and_token_are_private(private: Path) -> None:
     private.mkdir()
     private.chmod(0o777)
     environment = cluster.loopback_environment()
     secret = Path(environment["RAY_AUTH_TOKEN_PATH"])
-    assert (mode(private), mode(secret)) == (0o700, 0o600)
+    assert [stat.S_IMODE(path.lstat().st_mode) for path in (private, secret)] == [0o700, 0o600]
     assert len(secret.read_text()) == 64
     assert cluster.loopback_environment() == environment
     assert secret.read_text() == Path(cluster.token_file()).read_text(), "one for all clusters of a user"
@@ -68,11 +64,10 @@ def test_prepared_folder_is_refused(private: Path, prepare: Callable[[Path], Non
 
 def test_links_in_the_folder_are_refused(private: Path) -> None:
     private.mkdir()
-    cluster.token_file().symlink_to("/etc/hostname")  # a secret that others know
-    assert str(cluster.token_file()) in str(cluster.folder_problem())
-    cluster.token_file().unlink()
-    cluster.ray_folder().symlink_to("/tmp")
-    assert str(cluster.ray_folder()) in str(cluster.folder_problem())
+    for path, target in ((cluster.token_file(), "/etc/hostname"), (cluster.ray_folder(), "/tmp")):  # others know them
+        path.symlink_to(target)
+        assert str(path) in str(cluster.folder_problem())
+        path.unlink()
 
 
 def test_folder_of_another_user_is_refused(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +86,13 @@ def test_too_long_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_auto_address_is_the_running_head(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert cluster.address_of("auto") == "auto"
-    assert cluster.unreachable("auto") is None
+    assert (cluster.address_of("auto"), cluster.unreachable("auto")) == ("auto", None)
     assert cluster.address_of("localhost:6379") == "127.0.0.1:6379"
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         cluster.ray_folder().mkdir(parents=True)
         (cluster.ray_folder() / "ray_current_cluster").write_text(address)
-        assert cluster.address_of("auto") == address
-        assert cluster.own_head() == address
+        assert cluster.address_of("auto") == cluster.own_head() == address
         monkeypatch.setenv("RAY_ADDRESS", "head.example:6379")
         assert cluster.address_of("auto") == "head.example:6379"
         monkeypatch.delenv("RAY_ADDRESS")

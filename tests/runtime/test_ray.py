@@ -57,7 +57,6 @@ def test_object_store_fits_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert spilled_bytes(small) == cluster.LEAST_STORE_BYTES
     monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: usage._replace(free=64 * 1024**2))  # a container's
     assert store_bytes(large) == cluster.LEAST_STORE_BYTES
-
     packed = pack_demonstrations([Demonstration((5, 6, 7), (False, True, True))])
     per_token = [getattr(packed, field.name) for field in fields(packed)]
     of_packed = sum(tensor.element_size() for tensor in per_token if len(tensor) == packed.num_tokens)
@@ -79,8 +78,7 @@ def test_pickled_messages_keep_all_fields() -> None:
 
 
 def in_ray(scenario: str, root: Path, *overrides: str) -> Any:
-    out = root / "found.json"
-    log = root / "driver.log"
+    out, log = root / "found.json", root / "driver.log"
     arguments = [scenario, str(root), str(out), *overrides]
     assert run_module("tests.runtime.driver", arguments, output=log, timeout_s=WAIT_S) == 0, log.read_text()
     return json.loads(out.read_text())
@@ -108,14 +106,13 @@ def test_ray_metrics_equal_those_of_a_local_worker(root: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(root: Path) -> Any:
     """Results with scoring processes, which stream responses out of the actors."""
-    overrides = (*TAUGHT, taught(root), "runtime.num_workers=2", "reward.num_processes=1")
-    return in_ray("private", root, *overrides)
+    return in_ray("private", root, *TAUGHT, taught(root), "runtime.num_workers=2", "reward.num_processes=1")
 
 
 def test_two_ranks_reproduce_one(two_ranks: Any, root: Path) -> None:
     local = here(root, *TAUGHT, taught(root))
-    assert local[0]["actor/teacher_kl"] > 0.1
     assert len(local) == STEPS
+    assert local[0]["actor/teacher_kl"] > 0.1
     for number, (expected, found) in enumerate(zip(local, two_ranks["metrics"], strict=True), start=1):
         for name, value in expected.items():
             if not name.startswith("global_seqlen/"):
@@ -159,19 +156,10 @@ def test_stop_during_the_start_is_handled(root: Path) -> None:
     assert while_models_load == "started, asked to stop: True"
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(3, 4),
-        torch.randn(3, 4).bfloat16(),
-        torch.randn(4, 6).t()[1:],
-        torch.tensor([True, False]),
-        torch.tensor(-7),
-        torch.zeros(0, 3, dtype=torch.float64),
-        torch.nn.Linear(2, 2).weight.sum(0),
-    ],
-    ids=lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}-{list(tensor.shape)}",
-)
+@pytest.mark.parametrize("tensor", [
+    torch.randn(3, 4), torch.randn(3, 4).bfloat16(), torch.randn(4, 6).t()[1:], torch.tensor([True, False]),
+    torch.tensor(-7), torch.zeros(0, 3, dtype=torch.float64), torch.nn.Linear(2, 2).weight.sum(0),
+], ids=lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}-{list(tensor.shape)}")  # fmt: skip
 def test_tensor_round_trip(tensor: torch.Tensor) -> None:
     found = as_tensor(pickle.loads(pickle.dumps(as_array(tensor))))
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)

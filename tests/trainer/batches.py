@@ -12,10 +12,8 @@ from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
 from rlcore.batching.pack import pack
 from rlcore.batching.prompts import PromptStream
 from rlcore.config import RunConfig
-from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import NonFiniteError
 from rlcore.rollout.engine import SamplingRequest
-from rlcore.trainer import PhaseClock
 from rlcore.trainer.experience import Experience, ResponseSampler, ScoredResponse
 from rlcore.trainer.update import Estimate, OptimizerSteps, Update
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
@@ -30,29 +28,20 @@ class Written(ResponseSampler):
     """Returns responses of `1 + i` tokens to prompt i with scores `totals[i]` (None: the scorer failed)."""
 
     def __init__(self, config: RunConfig, totals: dict[int, Sequence[float | None]]) -> None:
-        self.config = config
-        self.totals = totals
+        self.config, self.totals = config, totals
         self.decode = lambda ids: [" ".join(map(str, each)) for each in ids]
         self.asked: list[list[SamplingRequest]] = []
         self.temperatures: list[float] = []
 
-    def sample(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        *,
-        policy_version: int,
-        clock: PhaseClock | None = None,
-    ) -> list[ScoredResponse]:
+    def sample(self, requests: Any, sampling: Any, *, policy_version: int, clock: Any = None) -> list[ScoredResponse]:
         assert policy_version == 4
         self.asked.append(list(requests))
         self.temperatures.append(sampling.temperature)
         return [self._written(request) for request in requests]
 
     def _written(self, request: SamplingRequest) -> ScoredResponse:
-        prompt = request.prompt
+        prompt, length = request.prompt, 1 + request.prompt.prompt_id
         total = self.totals[prompt.prompt_id][request.sample_index]
-        length = 1 + prompt.prompt_id
         rollout = Rollout(prompt, request.sample_index, np.full(length, 7), np.zeros(length, np.float32), "stop", 4)
         score = Score(total or 0.0, {"correct": total or 0.0}, failure="no scorer" if total is None else None)
         return rollout, score, f"{prompt.prompt_id}.{request.sample_index}"
@@ -67,16 +56,10 @@ class InOrder(PromptStream[Prompt]):
 
 LENGTHS = ((2, 3), (2, 1), (3, 3), (3, 2))
 """Tokens of prompt and response."""
-
-
 SCORES = (
-    Score(1.0, {"correct": 1.0, "format": 0.5}),
-    Score(0.0, {"correct": 0.0}),
-    Score(9.0, {}, failure="lost"),
+    Score(1.0, {"correct": 1.0, "format": 0.5}), Score(0.0, {"correct": 0.0}), Score(9.0, {}, failure="lost"),
     Score(0.5, {"correct": 0.5}),
-)
-
-
+)  # fmt: skip
 HALF, QUARTER = math.log(0.5), math.log(0.25)
 
 
@@ -111,27 +94,18 @@ POLICY = make_statistics(
     PolicyStatistics, num_tokens=4, pg_loss=3, entropy=6, kl_loss=9, ppo_kl=2, ref_kl=1, entropy_sum=10, num_clipped=3,
     num_clipped_lower=1,
 )  # fmt: skip
-
-
 VALUE = make_statistics(ValueStatistics, num_tokens=4, vf_loss=6, vpred=2, num_clipped=1)
-
-
 UPDATE = Update(
     OptimizerSteps(POLICY, num_steps=3, grad_norm=0.5, largest_grad_norm=0.75, lr=1e-3),
     OptimizerSteps(VALUE, num_steps=2, grad_norm=0.25, largest_grad_norm=0.3, lr=1e-4),
-    kl_coef=0.125,
-    entropy_coef=0.01,
-)
+    kl_coef=0.125, entropy_coef=0.01,
+)  # fmt: skip
 
 
-def rank_updates(
-    kind: type[Statistics], applied: list[bool], *, failed: bool = False, **more: Any
-) -> ModelUpdates[Any]:
+def rank_updates(kind: type[Statistics], applied: list[bool], failed: bool = False, **more: Any) -> ModelUpdates[Any]:
     """Return one rank's steps of 1 token each, with norms 1, 2 ..."""
-    steps = [
-        ModelUpdate(make_statistics(kind, num_tokens=1), float(number), is_applied, **more)
-        for number, is_applied in enumerate(applied, start=1)
-    ]
+    stats = make_statistics(kind, num_tokens=1)
+    steps = [ModelUpdate(stats, float(number), applies, **more) for number, applies in enumerate(applied, start=1)]
     return ModelUpdates(tuple(steps), NonFiniteError("no number") if failed else None)
 
 

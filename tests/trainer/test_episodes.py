@@ -57,31 +57,26 @@ def with_environment(run: SmallRun, environment: str, **episode: Any) -> SmallRu
     return replace(run, config=changed)
 
 
-def play(
-    run: SmallRun, group: LocalGroup, num_prompts: int = 8, unscored: list[tuple[int, str]] | None = None
-) -> Found:
-    """Play the episodes. `unscored` receives `ResponseSampler.unscored`."""
+def play_all(run: SmallRun, group: LocalGroup, num_prompts: int = 8) -> tuple[Found, tuple[int, str]]:
+    """Play the episodes. Return `ResponseSampler.unscored` with them."""
     problems = Problems.read(run.config, run.inputs)
     requests = make_requests(problems.stream.take(0, num_prompts), 2, run_seed=1, stream=1, step=1)
     with ExitStack() as opened:
         sampler = problems.build_sampler(run.inputs, opened)(group)
-        found = sampler.sample(requests, SamplingConfig(), policy_version=0)
-        if unscored is not None:
-            unscored.append(sampler.unscored)
-    return found
+        return sampler.sample(requests, SamplingConfig(), policy_version=0), sampler.unscored
 
 
-def is_same(one: Found, other: Found) -> bool:
-    plain = [
-        [(r.response_ids.tolist(), r.behavior_logprobs.tolist(), *more) for r, *more in found] for found in (one, other)
-    ]
-    return plain[0] == plain[1]
+def play(run: SmallRun, group: LocalGroup, num_prompts: int = 8) -> Found:
+    return play_all(run, group, num_prompts)[0]
+
+
+def is_same(*found: Found) -> bool:
+    one, other = ([(r.response_ids.tolist(), r.behavior_logprobs.tolist(), *more) for r, *more in of] for of in found)
+    return one == other
 
 
 @pytest.mark.parametrize("environment", ["Counting", "Greeting"])
-def test_episode_tokens_are_the_engines(
-    run: SmallRun, group: LocalGroup, environment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_episode_tokens_are_the_engines(run, group, environment, monkeypatch) -> None:
     turns: list[tuple[SamplingRequest, Rollout]] = []
     stream = HfEngine.stream
 
@@ -126,13 +121,11 @@ def test_episode_tokens_are_the_engines(
     torch.testing.assert_close(packed.behavior_logprobs[mask], logprobs[mask], rtol=1e-5, atol=1e-5)
 
 
-def test_episodes_are_independent_of_processes(
-    run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost: list[tuple[int, str]] = []
+def test_episodes_are_independent_of_processes(run, group, tmp_path, monkeypatch) -> None:
     plain = play(with_environment(run, "Counting", num_processes=1), group)
-    assert is_same(plain, play(with_environment(run, "Counting", num_processes=3), group, unscored=lost))
-    assert lost == [(0, "")]
+    found, lost = play_all(with_environment(run, "Counting", num_processes=3), group)
+    assert is_same(plain, found)
+    assert lost == (0, "")
     monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
     assert is_same(plain, play(with_environment(run, "Noted", num_processes=3), group))
     assert (tmp_path / "begun").read_text() == "!" * 16, "each environment is created once"
@@ -141,18 +134,13 @@ def test_episodes_are_independent_of_processes(
     assert (tmp_path / "killed").exists()
 
 
-def test_unrepeatable_episodes_of_killed_process_are_lost(
-    run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unrepeatable_episodes_of_killed_process_are_lost(run, group, tmp_path, monkeypatch) -> None:
     plain = play(with_environment(run, "Counting", num_processes=2), group)
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
     found = play(with_environment(run, "KilledForGood", num_processes=2), group)
     lost = [score.failure is not None for _, score, _ in found]
-    assert not all(lost)
-    assert {score.failure for _, score, _ in found} == {
-        None,
-        "LookupError: the process of this episode was lost, and its turns are not repeated (repeatable=False)",
-    }
+    why = "LookupError: the process of this episode was lost, and its turns are not repeated (repeatable=False)"
+    assert {score.failure for _, score, _ in found} == {None, why}
     assert {index % 2 for index, is_lost in enumerate(lost) if is_lost} in ({0}, {1}), "those of one process"
     kept = [place for place, is_lost in enumerate(lost) if not is_lost]
     assert is_same([found[place] for place in kept], [plain[place] for place in kept])
@@ -178,20 +166,16 @@ def sleep(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_lost_environments_fail_only_their_episodes(run: SmallRun, group: LocalGroup, sleep: list[str]) -> None:
     odd = with_environment(run, "Odd", deadline_s=20.0)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    unscored: list[tuple[int, str]] = []
-    rollouts, scores, _ = zip(*play(odd, group, 48, unscored), strict=True)
+    found, (number, last) = play_all(odd, group, 48)
+    rollouts, scores, _ = zip(*found, strict=True)
     plain = play(with_environment(run, "Counting"), group, 48)
     for rollout, score, (whole, expected, _) in zip(rollouts, scores, plain, strict=True):
-        game = rollout.prompt.token_ids and int(game_of(rollout.prompt))
-        if Odd.is_lost(game) and expected.parts["turns"] > 1:
-            assert score.failure is not None
-        else:
-            assert score.failure is None
+        game = int(rollout.prompt.ground_truth_json.strip('{}"game: '))
+        assert (score.failure is not None) == (Odd.is_lost(game) and expected.parts["turns"] > 1)
         if not Odd.is_lost(game) and game % 8 != 3:
             np.testing.assert_array_equal(rollout.response_ids, whole.response_ids)
             assert score == expected
     failures = [score.failure for score in scores if score.failure]
-    ((number, last),) = unscored
     assert (number, last in failures) == (len(failures), True)
     why = " ".join(failures)
     for words in ("episode.deadline_s", "its process ended", "RuntimeError: no", "a reply must be text, got int"):
@@ -204,10 +188,6 @@ def test_lost_environments_fail_only_their_episodes(run: SmallRun, group: LocalG
     assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == sleep]
 
 
-def game_of(prompt: Prompt) -> str:
-    return prompt.ground_truth_json.strip('{}"game: ')
-
-
 @pytest.mark.multiprocess
 def test_run_killed_during_episode_ends_the_same(tmp_path: Path) -> None:
     settings = (*SMALL, f"data.environment={ODD}:KillsTheRun")
@@ -215,10 +195,9 @@ def test_run_killed_during_episode_ends_the_same(tmp_path: Path) -> None:
     whole = small(tmp_path / "whole", *settings, steps=4, experiment="number_guessing")
     killed = small(tmp_path / "cut", *settings, steps=4, experiment="number_guessing")
     for run, mark, ends in ((whole, "killed", [0]), (killed, "not yet", [-9, 0])):
-        file, log = write_record(run), tmp_path / f"{mark}.log"
+        words, log = ["--run", str(write_record(run))], tmp_path / f"{mark}.log"
         variables = {**os.environ, "KILLED_ONCE": str(tmp_path / mark), "JOURNAL": str(run.layout.journal)}
         for end in ends:
-            words = ["--run", str(file)]
             code = run_module("tests.helpers.whole_run", words, output=log, environment=variables, timeout_s=240)
             assert code == end, log.read_text()
     assert steps_of(killed) == steps_of(whole)
@@ -248,15 +227,9 @@ def test_turn_rewards_match_naive_twin(method: str) -> None:
     zeros = torch.zeros(packed.num_tokens)
     algo = AlgoConfig(advantage=method, gamma=gamma, lam=1.0)
     found = estimate(
-        packed,
-        ForwardResults(zeros, None, zeros),
-        None,
-        algo=algo,
-        kl_coef=0.0,
-        parts=score_parts(scores, {}),
-        is_truncated=torch.zeros(12, dtype=torch.bool),
-        turn_rewards=place_turn_rewards(rollouts, packed),
-    )
+        packed, ForwardResults(zeros, None, zeros), None, algo=algo, kl_coef=0.0, parts=score_parts(scores, {}),
+        is_truncated=torch.zeros(12, dtype=torch.bool), turn_rewards=place_turn_rewards(rollouts, packed),
+    )  # fmt: skip
     for rollout, score, start in zip(rollouts, scores, packed.cu_seqlens.tolist(), strict=False):
         written = [place for place in range(len(rollout.response_ids)) if rollout.is_sampled[place]]
         rewards = dict(rollout.turn_rewards)
@@ -278,24 +251,21 @@ def make_rollout(*ids: int, end: Any = "stop") -> Rollout:
     return Rollout(prompt, 1, np.array(ids), -np.arange(1, len(ids) + 1, dtype=np.float32), end, 0)
 
 
-@pytest.mark.parametrize("limit", [4, 5, 6])
-def test_reply_at_token_limit_ends_episode(limit: int) -> None:
+@pytest.mark.parametrize(("limit", "is_open"), [(4, False), (5, False), (6, True)])
+def test_reply_at_token_limit_ends_episode(limit: int, is_open: bool) -> None:
     episode = open_episode(limit, token_ids=[7, 8])
-    assert episode.add_reply("no", [9, 9, 9]) == episode.is_open == (limit > 5)
-    assert episode.finish_reason == ("stop" if limit > 5 else "length")
-    assert episode.token_ids == [7, 8, 9, 9, 9][: 5 if limit > 5 else 2]
+    assert episode.add_reply("no", [9, 9, 9]) == episode.is_open == is_open
+    assert (episode.finish_reason, episode.token_ids) == (("stop", [7, 8, 9, 9, 9]) if is_open else ("length", [7, 8]))
 
 
-@pytest.mark.parametrize(
-    ("end", "limit", "is_open"), [("length", 2, False), ("length", 3, True), ("stop", 2, True), ("length", 1, False)]
-)
-def test_turn_at_token_limit_ends_episode(end: str, limit: int, is_open: bool) -> None:
+def test_turn_at_token_limit_ends_episode() -> None:
     """A turn at its own limit does not end the episode."""
-    episode = open_episode(limit)
-    episode.add_response(make_rollout(7, 8, end=end), "text")
-    assert (episode.is_open, episode.finish_reason) == (is_open, "stop" if is_open else "length")
-    assert (episode.token_ids, episode.logprobs, episode.is_sampled) == ([7, 8], [-1.0, -2.0], [True, True])
-    assert (episode.record.texts, episode.lines) == (["text"], ["text"])
+    for end, limit, is_open in (("length", 2, False), ("length", 3, True), ("stop", 2, True), ("length", 1, False)):
+        episode = open_episode(limit)
+        episode.add_response(make_rollout(7, 8, end=end), "text")
+        assert (episode.is_open, episode.finish_reason) == (is_open, "stop" if is_open else "length"), (end, limit)
+        assert (episode.token_ids, episode.logprobs, episode.is_sampled) == ([7, 8], [-1.0, -2.0], [True, True])
+        assert (episode.record.texts, episode.lines) == (["text"], ["text"])
 
 
 def test_episode_sums_its_turns() -> None:

@@ -1,9 +1,8 @@
 """Scored responses to prompts, with fake and real engines."""
 
-import math
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,7 @@ from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_request
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
-from rlcore.trainer import PhaseClock
-from rlcore.trainer.experience import (
-    ExperienceCollector,
-    ResponseSampler,
-    StreamScorer,
-    count_solved,
-    split_requests,
-)
+from rlcore.trainer import PhaseClock, experience
 from rlcore.types import Rollout
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
@@ -44,110 +36,95 @@ START = LoopState(4, 4, 0, 0, 0.0)
 
 
 def make_config(*overrides: str) -> RunConfig:
-    return load_config(
-        ["experiment=debug", "trainer.batch_size=3", "trainer.mini_batch_size=3", "rollout.samples_per_prompt=2",
-         "warm_start.enabled=false", *overrides]
-    )  # fmt: skip
+    sizes = ("trainer.batch_size=3", "trainer.mini_batch_size=3", "rollout.samples_per_prompt=2")
+    return load_config(["experiment=debug", *sizes, "warm_start.enabled=false", *overrides])
+
+
+def collect(answerer: Written, *more: Any) -> experience.Experience:
+    return experience.ExperienceCollector(answerer, *(more or [InOrder(PROMPTS, seed=1)])).collect(START, PhaseClock())
 
 
 TEACHES, EQUAL, LOST = (0.0, 1.0), (1.0, 1.0), (None, None)
 DYNAMIC = ("algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_refills=2")
 
 
-@pytest.mark.parametrize(
-    ("totals", "rounds", "texts", "dropped"),
-    [
-        ([TEACHES, TEACHES, TEACHES], [[0, 1, 2]], [0, 1, 2], []),
-        ([TEACHES, EQUAL, TEACHES, TEACHES], [[0, 1, 2], [3]], [0, 2, 3], [1]),
-        ([EQUAL, LOST, TEACHES, EQUAL, TEACHES, EQUAL], [[0, 1, 2], [3, 4], [5]], [2, 4, 0], [1, 3, 5]),
-        ([EQUAL] * 9, [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [0, 1, 2], [3, 4, 5, 6, 7, 8]),
-    ],
-)
-def test_groups_without_signal_are_replaced(
-    totals: list[Sequence[float | None]], rounds: list[list[int]], texts: list[int], dropped: list[int]
-) -> None:
+@pytest.mark.parametrize(("totals", "rounds", "texts", "dropped"), [
+    ([TEACHES, TEACHES, TEACHES], [[0, 1, 2]], [0, 1, 2], []),
+    ([TEACHES, EQUAL, TEACHES, TEACHES], [[0, 1, 2], [3]], [0, 2, 3], [1]),
+    ([EQUAL, LOST, TEACHES, EQUAL, TEACHES, EQUAL], [[0, 1, 2], [3, 4], [5]], [2, 4, 0], [1, 3, 5]),
+    ([EQUAL] * 9, [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [0, 1, 2], [3, 4, 5, 6, 7, 8]),
+])  # fmt: skip
+def test_groups_without_signal_are_replaced(totals, rounds, texts, dropped) -> None:
     answerer = Written(make_config(*DYNAMIC), dict(enumerate(totals)))
-    found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+    found = collect(answerer)
     assert [[request.prompt.prompt_id for request in asked[::2]] for asked in answerer.asked] == rounds
     seeds = [request.seed for asked in answerer.asked for request in asked]
     places = [(group, sample) for group in range(len(seeds) // 2) for sample in (0, 1)]
     run_seed = answerer.config.seed
     assert seeds == [response_seed(run_seed, TRAINING_STREAM, 5, *place) for place in places], "seeds of the fifth step"
-    assert [text for text in found.texts] == [f"{number}.{sample}" for number in texts for sample in (0, 1)]
+    assert [*found.texts] == [f"{number}.{sample}" for number in texts for sample in (0, 1)]
     assert [one.prompt.prompt_id for one in found.rollouts[::2]] == texts
     assert [score.total for score in found.scores] == [total or 0.0 for number in texts for total in totals[number]]
     assert found.group_ids == (0, 0, 1, 1, 2, 2)
-    assert found.num_prompts_drawn == sum(map(len, rounds))
-    assert found.num_groups_dropped == len(dropped)
+    assert (found.num_prompts_drawn, found.num_groups_dropped) == (sum(map(len, rounds)), len(dropped))
     assert found.num_tokens_dropped == sum(2 * (1 + number) for number in dropped)
     assert found.num_response_tokens == sum(2 * (1 + number) for number in texts)
-    assert found.greedy_scores is None
-    assert (found.pass_counts, found.pass_metrics) == ("", {})
+    assert (found.greedy_scores, found.pass_counts, found.pass_metrics) == (None, "", {})
 
 
 def test_all_unscored_error() -> None:
     answerer = Written(make_config(), dict.fromkeys(range(12), LOST))
-    with pytest.raises(UnscoredError) as caught:
-        ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
-    scorer = answerer.config.data.scorer
-    message = f"step 5: has no metrics, for 6 responses have no score; {scorer} failed, the last time: no scorer"
-    assert str(caught.value) == message
+    rule = rf"for 6 responses have no score; {answerer.config.data.scorer} failed, the last time: no scorer"
+    with pytest.raises(UnscoredError, match=rf"^step 5: has no metrics, {rule}$"):
+        collect(answerer)
 
 
 def test_remax_baseline_is_one_greedy_response() -> None:
     """The greedy sample has index -1: the last score of the prompt."""
     totals: dict[int, Sequence[float | None]] = {0: (0.0, 0.25), 1: (1.0, None), 2: (0.5, 0.75)}
     answerer = Written(make_config("algo=remax"), totals)
-    found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+    found = collect(answerer)
     assert answerer.asked[1] == [SamplingRequest(prompt, -1, seed=0) for prompt in PROMPTS[:3]]
     assert answerer.temperatures == [1.0, 0.0]
-    assert found.greedy_scores is not None
-    assert [None if math.isnan(score) else score for score in found.greedy_scores] == [
-        0.25, 0.25, None, None, 0.75, 0.75
-    ]  # fmt: skip
+    np.testing.assert_array_equal(found.greedy_scores, [0.25, 0.25, np.nan, np.nan, 0.75, 0.75])
 
 
 def test_overlong_penalty_in_total_and_parts() -> None:
     words = ("algo.overlong.enabled=true", "algo.overlong.buffer_tokens=2", "rollout.max_response_tokens=3")
     answerer = Written(make_config("algo=remax", *words), dict.fromkeys(range(12), (1.0, 1.0)))
-    found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
+    found = collect(answerer)
     assert [score.total for score in found.scores] == [1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
-    assert [score.parts for score in found.scores[::2]] == [
-        {"correct": 1.0, "overlong": 0.0}, {"correct": 1.0, "overlong": -0.5}, {"correct": 1.0, "overlong": -1.0}
-    ]  # fmt: skip
+    parts = [{"correct": 1.0, "overlong": penalty} for penalty in (0.0, -0.5, -1.0)]
+    assert [score.parts for score in found.scores[::2]] == parts
     assert found.greedy_scores == (1.0, 1.0, 0.5, 0.5, 0.0, 0.0)
 
 
-def test_all_groups_count_in_pass_counts() -> None:
+def test_all_groups_count_in_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = PassRatesConfig(draw="band", band=(0.25, 0.75), rest_weight=0.1, fade=0.5)
     counted = RowSampler(range(12), PassCounts.of([0] * 12, [0] * 12), settings)
     totals: list[Sequence[float | None]] = [EQUAL, LOST, TEACHES, (1.0, None), TEACHES, TEACHES]
     answerer = Written(make_config(*DYNAMIC), dict.fromkeys(range(12), LOST) | dict(enumerate(totals)))
-
-    weighed: list[list[float]] = []
-
-    class Unweighed(InOrder):
-        def set_weights(self, weights: np.ndarray) -> None:
-            weighed.append(weights.tolist())
-
-    found = ExperienceCollector(answerer, Unweighed(PROMPTS, seed=1), counted).collect(START, PhaseClock())
+    stream, weighed = InOrder(PROMPTS, seed=1), list[list[float]]()
+    monkeypatch.setattr(stream, "set_weights", lambda weights: weighed.append(weights.tolist()))
+    found = collect(answerer, stream, counted)
     assert weighed == [[1.0] * 12], "once a step"
     after = PassCounts.read(found.pass_counts, 12)
     assert after.samples.tolist() == [2, 0, 2, 1, 2, 2, *[0] * 6]
     assert after.passes.tolist() == [2, 0, 1, 1, 1, 1, *[0] * 6]
     assert found.pass_metrics["pass_rates/rows_retired"] == 2.0
     tally = {7: (1, 3)}
-    count_solved([answerer._written(SamplingRequest(PROMPTS[number], 1, 0)) for number in (0, 2, 2, 1)], tally)
+    again = [answerer._written(SamplingRequest(PROMPTS[number], 1, 0)) for number in (0, 2, 2, 1)]
+    experience.count_solved(again, tally)
     assert tally == {7: (1, 3), 0: (1, 1), 2: (2, 2)}
 
 
 def test_split_requests_keeps_prompts_together() -> None:
     requests = [SamplingRequest(PROMPTS[number], sample, 0) for number in (5, 0, 1) for sample in range(2)]
-    assert split_requests(requests, 1) == [[0, 1, 2, 3, 4, 5]]
-    assert split_requests(requests, 2) == [[0, 1], [2, 3, 4, 5]]
-    assert split_requests(requests, 4) == [[0, 1], [4, 5], [2, 3], []]
+    assert experience.split_requests(requests, 1) == [[0, 1, 2, 3, 4, 5]]
+    assert experience.split_requests(requests, 2) == [[0, 1], [2, 3, 4, 5]]
+    assert experience.split_requests(requests, 4) == [[0, 1], [4, 5], [2, 3], []]
     twice = [replace(request, seed=1) for request in requests[:2]]
-    assert split_requests([*requests[:2], *requests[2:4], *twice], 3) == [[0, 1], [4, 5], [2, 3]]
+    assert experience.split_requests([*requests[:2], *requests[2:4], *twice], 3) == [[0, 1], [4, 5], [2, 3]]
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +139,7 @@ def group(run: SmallRun) -> LocalGroup:
 
 
 def test_scoring_starts_during_generation(run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    submitted: list[int] = []
-    begun = threading.Event()
+    written, submitted, begun = list[int](), list[int](), threading.Event()
     write, submit = HfEngine._generate_batch, ScoringPool.submit
 
     def writing(self: HfEngine, requests: Any, *args: Any) -> Any:
@@ -189,9 +164,9 @@ def test_streamed_scores_equal_batch_scores(run: SmallRun, group: LocalGroup) ->
     requests = make_requests(problems.stream.take(0, 8), 4, run_seed=1, stream=1, step=1)
     group.each(Worker.sync_weights, 3)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        sampler = ResponseSampler(run.config, group, scoring, problems.decode)
+        sampler = experience.ResponseSampler(run.config, group, scoring, problems.decode)
         plain = sampler.generate(requests, SamplingConfig(), policy_version=3)
-        early = StreamScorer(scoring, problems.decode, has_processes=True)
+        early = experience.StreamScorer(scoring, problems.decode, has_processes=True)
         streamed = sampler.generate(requests, SamplingConfig(), policy_version=3, on_finished=early.submit)
         scored = early.collect()
         assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
@@ -199,7 +174,7 @@ def test_streamed_scores_equal_batch_scores(run: SmallRun, group: LocalGroup) ->
         scores = scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
         assert scored == dict(enumerate(zip(scores, texts, strict=True)))
         for has_processes in (False, True):
-            late_first = StreamScorer(scoring, problems.decode, has_processes=has_processes)
+            late_first = experience.StreamScorer(scoring, problems.decode, has_processes=has_processes)
             for pair in reversed(list(enumerate(plain))):
                 late_first.submit([pair])
             assert late_first.collect() == scored
@@ -211,7 +186,7 @@ def test_stale_rollout_raises_before_scoring(run: SmallRun, group: LocalGroup) -
     group.each(Worker.sync_weights, 3)
     scored: list[Any] = []
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        sampler = ResponseSampler(run.config, group, scoring, problems.decode)
+        sampler = experience.ResponseSampler(run.config, group, scoring, problems.decode)
         with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
             sampler.generate(requests, SamplingConfig(), policy_version=4, on_finished=scored.append)
     assert scored == []
@@ -224,10 +199,9 @@ def test_dynamic_sampling_ignores_overlong_penalty(tmp_path: Path) -> None:
     problems = Problems.read(untrained.config, untrained.inputs)
     workers = LocalGroup(untrained.config, str(untrained.model_directory))
     with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
-        collector = ExperienceCollector(
-            ResponseSampler(untrained.config, workers, scoring, problems.decode), problems.stream
-        )
+        sampler = experience.ResponseSampler(untrained.config, workers, scoring, problems.decode)
         workers.each(Worker.sync_weights, 0)
+        collector = experience.ExperienceCollector(sampler, problems.stream)
         found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
     workers.close()
     size = untrained.config.trainer.batch_size
@@ -241,11 +215,9 @@ def test_prepared_prompts_belong_to_their_step(run: SmallRun, group: LocalGroup)
     problems = Problems.read(run.config, run.inputs)
     group.each(Worker.sync_weights, 0)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        answerer = ResponseSampler(run.config, group, scoring, problems.decode)
-        fresh = [
-            ExperienceCollector(answerer, problems.stream).collect(state, PhaseClock()) for state in (first, second)
-        ]
-        ahead = ExperienceCollector(answerer, problems.stream)
+        answerer = experience.ResponseSampler(run.config, group, scoring, problems.decode)
+        one, other, ahead = (experience.ExperienceCollector(answerer, problems.stream) for _ in range(3))
+        fresh = [one.collect(first, PhaseClock()), other.collect(second, PhaseClock())]
         ahead.prepare(second)
         for state, expected in zip((second, first, second), (fresh[1], *fresh), strict=True):
             found = ahead.collect(state, PhaseClock())
@@ -263,9 +235,6 @@ def test_stream_batches_shrink(run: SmallRun, group: LocalGroup, monkeypatch: py
     assert found == [25, 18, 14, 10, 8, 8, 8, 8, 1]
 
 
-LENGTH = 64
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model with random weights, which samples all tokens."""
@@ -280,30 +249,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_scored_text_keeps_tags(model: Path, tmp_path: Path, skips: bool) -> None:
     run = prepare(
         tmp_path, f"model.path={model}", "warm_start.enabled=false", "data.scorer=tests.rollout.odd_scorers:thinks",
-        f"rollout.max_response_tokens={LENGTH}", f"rollout.skip_special_tokens={skips}",
-        "filter.max_prompt_tokens=64",
+        "rollout.max_response_tokens=64", f"rollout.skip_special_tokens={skips}", "filter.max_prompt_tokens=64",
     )  # fmt: skip
     tokenizer = load_tokenizer(model)
     problems = Problems.read(run.config, run.inputs)
     requests = make_requests(problems.stream.take(0, 8), 8, run_seed=1, stream=1, step=1)
-    with ExitStack() as opened:
-        group = LocalGroup(run.config, str(model))
-        opened.callback(group.close)
+    with closing(LocalGroup(run.config, str(model))) as group, ExitStack() as opened:
         group.each(Worker.sync_weights, 1)
-        answers = problems.build_sampler(run.inputs, opened)(group).sample(
-            requests, run.config.rollout.sampling, policy_version=1
-        )
+        sampler = problems.build_sampler(run.inputs, opened)(group)
+        answers = sampler.sample(requests, run.config.rollout.sampling, policy_version=1)
     rollouts, scores, texts = zip(*answers, strict=True)
-    closing = tokenizer.convert_tokens_to_ids("</think>")
-    has_tag = [closing in rollout.response_ids for rollout in rollouts]
-    assert any(has_tag)
-    assert not all(has_tag)
+    tag = tokenizer.convert_tokens_to_ids("</think>")
+    has_tag = [tag in rollout.response_ids for rollout in rollouts]
+    assert {*has_tag} == {True, False}
     assert [score.total for score in scores] == [float(has) for has in has_tag]
     ended = [rollout.response_ids[-1] == tokenizer.eos_token_id for rollout in rollouts]
     assert any(ended)
     assert [text.endswith("<|im_end|>") for text in texts] == [has and not skips for has in ended]
     table = response_table(1, rollouts, scores, texts, problems.decode)
     assert table.column("answer").to_pylist() == [*texts]
-    assert table.column("prompt").to_pylist() == [
-        tokenizer.decode(rollout.prompt.token_ids, skip_special_tokens=True) for rollout in rollouts
-    ]
+    asked = [tokenizer.decode(rollout.prompt.token_ids, skip_special_tokens=True) for rollout in rollouts]
+    assert table.column("prompt").to_pylist() == asked

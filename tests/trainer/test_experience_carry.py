@@ -1,6 +1,7 @@
 """Groups that are cut and continued, compared with responses that are generated whole."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,7 @@ import numpy as np
 import pytest
 
 from rlcore.batching.pack import pack
-from rlcore.rollout.engine import (
-    TRAINING_STREAM,
-    Carried,
-    GroupsInProgress,
-    SamplingRequest,
-    carried_from_text,
-    carried_to_text,
-    first_finished,
-    response_seed,
-    turn_seed,
-)
+from rlcore.rollout import engine
 from rlcore.run.problems import Problems
 from rlcore.trainer.experience import ResponseSampler
 from rlcore.types import Prompt, Rollout
@@ -38,9 +29,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 @pytest.fixture(scope="module")
 def group(run: SmallRun) -> Iterator[LocalGroup]:
-    group = LocalGroup(run.config, str(run.model_directory))
-    yield group
-    group.close()
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+        yield group
 
 
 def naive_steps(run: SmallRun, group: LocalGroup) -> list[list[Any]]:
@@ -52,7 +42,7 @@ def naive_steps(run: SmallRun, group: LocalGroup) -> list[list[Any]]:
 
     def whole(prompt: Prompt, seeds: list[int], tokens: list[int]) -> list[tuple[list[int], str]]:
         longer = Prompt(prompt.prompt_id, (*prompt.token_ids, *tokens), prompt.data_source, prompt.ground_truth_json)
-        requests = [SamplingRequest(longer, 0, seed, limit - len(tokens)) for seed in seeds]
+        requests = [engine.SamplingRequest(longer, 0, seed, limit - len(tokens)) for seed in seeds]
         found = sampler.generate(requests, config.rollout.sampling, policy_version=len(steps))
         return [(tokens + each.response_ids.tolist(), each.finish_reason) for each in found]
 
@@ -60,15 +50,17 @@ def naive_steps(run: SmallRun, group: LocalGroup) -> list[list[Any]]:
         group.each(Worker.sync_weights, step)
         trained = []
         for one in waiting:
-            responses = [
-                (*(part if part[1] != "cut" else whole(one["prompt"], [turn_seed(seed, 1)], part[0])[0]), len(part[0]))
-                for seed, part in zip(one["seeds"], one["parts"], strict=True)
-            ]  # fmt: skip
+            responses = []
+            for seed, part in zip(one["seeds"], one["parts"], strict=True):
+                is_cut = part[1] == "cut"
+                ended = whole(one["prompt"], [engine.turn_seed(seed, 1)], part[0])[0] if is_cut else part
+                responses.append((*ended, len(part[0])))
             trained.append([one["prompt"].prompt_id, responses])
         new = []
         for number in range(8 - len(waiting)):
             (prompt,) = problems.stream.take(position + number, 1)
-            seeds = [response_seed(config.seed, TRAINING_STREAM, step + 1, number, sample) for sample in range(2)]
+            place = (config.seed, engine.TRAINING_STREAM, step + 1, number)
+            seeds = [engine.response_seed(*place, sample) for sample in range(2)]
             parts = whole(prompt, seeds, [])
             new.append({"prompt": prompt, "seeds": seeds, "parts": parts, "longest": max(len(t) for t, _ in parts)})
         position += len(new)
@@ -88,18 +80,11 @@ def test_steps_match_whole_responses(run: SmallRun, group: LocalGroup) -> None:
     found = []
     for state, experience in collect_steps(run, group, STEPS):
         rollouts = experience.rollouts
-        trained = [
-            [pair[0].prompt.prompt_id, [(r.response_ids.tolist(), r.finish_reason, r.num_stale) for r in pair]]
-            for pair in zip(rollouts[::2], rollouts[1::2], strict=True)
-        ]
+        whole = [(r.response_ids.tolist(), r.finish_reason, r.num_stale) for r in rollouts]
+        trained = [[rollouts[at].prompt.prompt_id, whole[at : at + 2]] for at in range(0, len(rollouts), 2)]
         parts = [each.rollout(state.policy_version) for each in experience.carried]
-        carried = [
-            (
-                pair[0].prompt.prompt_id,
-                [(r.response_ids.tolist(), "cut" if r.is_cut else r.finish_reason) for r in pair],
-            )
-            for pair in zip(parts[::2], parts[1::2], strict=True)
-        ]
+        ends = [(part.response_ids.tolist(), "cut" if part.is_cut else part.finish_reason) for part in parts]
+        carried = [(parts[at].prompt.prompt_id, ends[at : at + 2]) for at in range(0, len(parts), 2)]
         found.append([trained, carried, experience.cut_length])
         assert not any(rollout.is_cut for rollout in rollouts)
         assert {rollout.policy_version for rollout in rollouts} == {state.policy_version}
@@ -123,11 +108,8 @@ def test_continued_logprobs_are_of_their_tokens(run: SmallRun, group: LocalGroup
 
 def test_places_and_scorers_change_no_response(run: SmallRun, group: LocalGroup, tmp_path: Path) -> None:
     other = prepare(tmp_path, *CARRYING, "rollout.max_num_seqs=7", "reward.num_processes=1")
-    own = LocalGroup(other.config, str(other.model_directory))
-    try:
+    with closing(LocalGroup(other.config, str(other.model_directory))) as own:
         assert step_facts(other, own, STEPS) == step_facts(run, group, STEPS)
-    finally:
-        own.close()
 
 
 def written(length: int, sample: int = 0, *, is_cut: bool = False) -> Rollout:
@@ -137,30 +119,29 @@ def written(length: int, sample: int = 0, *, is_cut: bool = False) -> Rollout:
 
 def test_first_finished_groups_in_order_of_equal_lengths() -> None:
     groups = [[written(9)], [written(5)], [written(7, is_cut=True)], [written(3)], [written(5)]]
-    assert first_finished(groups, 1) == ([3], 3)
-    assert first_finished(groups, 2) == ([1, 3], 5)
-    assert first_finished(groups, 4) == ([0, 1, 3, 4], 9)
+    assert engine.first_finished(groups, 1) == ([3], 3)
+    assert engine.first_finished(groups, 2) == ([1, 3], 5)
+    assert engine.first_finished(groups, 4) == ([0, 1, 3, 4], 9)
 
 
 def test_text_keeps_every_bit() -> None:
-    carried = tuple(Carried.of(written(4, sample), 2**62 + sample, 3 + sample) for sample in range(2))
-    assert carried_from_text(carried_to_text(carried)) == carried
-    assert (carried_from_text(""), carried_to_text(())) == ((), "")
+    carried = tuple(engine.Carried.of(written(4, sample), 2**62 + sample, 3 + sample) for sample in range(2))
+    assert engine.carried_from_text(engine.carried_to_text(carried)) == carried
+    assert (engine.carried_from_text(""), engine.carried_to_text(())) == ((), "")
     first, second = (each.rollout(9) for each in carried)
     assert (first.response_ids.tolist(), second.response_ids.tolist()) == ([0, 1, 2], [0, 1, 2, 3])
     assert second.behavior_logprobs.tobytes() == written(4).behavior_logprobs.tobytes()
-    assert [(r.policy_version, r.num_stale, r.is_cut, r.finish_reason) for r in (first, second)] == [
-        (9, 3, True, "length"), (9, 4, False, "stop")
-    ]  # fmt: skip
+    facts = [(r.policy_version, r.num_stale, r.is_cut, r.finish_reason) for r in (first, second)]
+    assert facts == [(9, 3, True, "length"), (9, 4, False, "stop")]
     request = carried[0].request(10)
     assert request.prompt.token_ids == (5, 6, 0, 1, 2)
-    assert (request.sample_index, request.seed, request.max_tokens) == (0, turn_seed(2**62, 1), 7)
+    assert (request.sample_index, request.seed, request.max_tokens) == (0, engine.turn_seed(2**62, 1), 7)
     assert request.group == -1, "it may not be cut again"
 
 
 def test_finished_carried_group_needs_no_token() -> None:
-    carried = [Carried.of(written(4, sample), sample, 4) for sample in range(2)]
-    groups = GroupsInProgress(carried, [SamplingRequest(PROMPT, i, i) for i in range(2)], 2, 7)
+    carried = [engine.Carried.of(written(4, sample), sample, 4) for sample in range(2)]
+    groups = engine.GroupsInProgress(carried, [engine.SamplingRequest(PROMPT, i, i) for i in range(2)], 2, 7)
     assert [place for place, _ in groups.finished()] == [0, 1]
     assert groups.add(0, written(3)) == []
     assert [place for place, _ in groups.add(1, written(2, 1))] == [2, 3]

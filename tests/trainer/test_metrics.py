@@ -16,20 +16,7 @@ from rlcore.batching.balance import Assignment, RankShares
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.shape import ModelShape
-from rlcore.trainer import PhaseClock
-from rlcore.trainer.metrics import (
-    SKIPPED,
-    balance_metrics,
-    cost_metrics,
-    group_metrics,
-    length_metrics,
-    memory_metrics,
-    mfu_metrics,
-    mismatch_metrics,
-    reward_metrics,
-    step_metrics,
-    timing_metrics,
-)
+from rlcore.trainer import PhaseClock, metrics
 from rlcore.trainer.update import Update
 from rlcore.types import Score
 from rlcore.workers.device import MemoryPeak, OomRetry
@@ -47,85 +34,66 @@ def spread(name: str, *values: float) -> dict[str, float]:
 
 
 def test_length_metrics() -> None:
-    found = length_metrics(make_config(), make_experience())
-    assert found == {
-        **spread("prompt_length", 2.5, 3.0, 2.0),
-        "prompt_length/clip_ratio": 0.5,
-        **spread("response_length", 2.25, 3.0, 1.0),
-        "response_length/clip_ratio": 0.25,
-    }
-    shorter = length_metrics(make_config(answer=2), make_experience())
+    found = metrics.length_metrics(make_config(), make_experience())
+    lengths = spread("prompt_length", 2.5, 3.0, 2.0) | spread("response_length", 2.25, 3.0, 1.0)
+    assert found == {**lengths, "prompt_length/clip_ratio": 0.5, "response_length/clip_ratio": 0.25}
+    shorter = metrics.length_metrics(make_config(answer=2), make_experience())
     assert shorter["response_length/clip_ratio"] == 0.5
     rollouts = make_experience().rollouts
     sampled = (replace(rollouts[0], is_sampled=np.array([True, False, False])), *rollouts[1:])
-    read = length_metrics(make_config(), replace(make_experience(), rollouts=sampled))
+    read = metrics.length_metrics(make_config(), replace(make_experience(), rollouts=sampled))
     assert read.items() - found.items() == spread("environment_length", 2.0, 2.0, 2.0).items()
 
 
 def test_group_metrics() -> None:
-    found = make_experience()
-    assert found.num_response_tokens == 9
-    assert found.num_generated_tokens == 12
-    assert group_metrics(pack_experience(found), found) == {
-        "reward/equal_group_share": 0.5,
-        "reward/groups_dropped": 3.0,
-        "pass_rates/mean": 0.25,
-        "reward/tokens_dropped_share": 0.25,
-        "reward/unscored_share": 0.25,
-        "reward/correct/mean": 0.5,
-        "reward/format/mean": 0.5,
-    }
+    found, dropped = make_experience(), {"reward/equal_group_share": 0.5, "reward/groups_dropped": 3.0}
+    assert (found.num_response_tokens, found.num_generated_tokens) == (9, 12)
+    assert metrics.group_metrics(pack_experience(found), found) == {
+        **dropped, "pass_rates/mean": 0.25, "reward/tokens_dropped_share": 0.25, "reward/unscored_share": 0.25,
+        "reward/correct/mean": 0.5, "reward/format/mean": 0.5,
+    }  # fmt: skip
     whole = replace(found, scores=(Score(1.0, {}), *[Score(0.0, {})] * 3), num_tokens_dropped=0, pass_metrics={})
-    assert group_metrics(pack_experience(whole), whole) == {
-        "reward/equal_group_share": 0.5,
-        "reward/groups_dropped": 3.0,
-    }
+    assert metrics.group_metrics(pack_experience(whole), whole) == dropped
 
 
 def test_balance_metrics() -> None:
-    assert balance_metrics(pack_experience(make_experience()), [[0, 3], [1, 2]]) == {
-        "global_seqlen/min": 8.0,
-        "global_seqlen/max": 11.0,
-        "global_seqlen/mean": 9.5,
-        "global_seqlen/minmax_diff": 3.0,
-        "global_seqlen/balanced_min": 9,
-        "global_seqlen/balanced_max": 10,
-    }
+    assert metrics.balance_metrics(pack_experience(make_experience()), [[0, 3], [1, 2]]) == {
+        "global_seqlen/min": 8.0, "global_seqlen/max": 11.0, "global_seqlen/mean": 9.5,
+        "global_seqlen/minmax_diff": 3.0, "global_seqlen/balanced_min": 9, "global_seqlen/balanced_max": 10,
+    }  # fmt: skip
 
 
 def test_mismatch_metrics() -> None:
     packed = pack_experience(make_experience())
-    places = packed.loss_mask.nonzero()[:, 0]
+    places, weights = packed.loss_mask.nonzero()[:, 0], torch.zeros(packed.num_tokens)
     old = torch.full((packed.num_tokens,), HALF)
     old[places[:3]] = QUARTER  # three of six tokens are off by a quarter
-    found = mismatch_metrics(packed, old, None)
+    found = metrics.mismatch_metrics(packed, old, None)
     assert len(places) == 6
     names = [f"training/rollout_probs_diff_{what}" for what in ("mean", "max", "std")]
     assert [found[name] for name in names] == pytest.approx([0.125, 0.25, 0.125])
     assert [*found] == names
-    weights = torch.zeros(packed.num_tokens)
     weights[places] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 9.0])
-    with_weights = mismatch_metrics(packed, old, weights)
+    with_weights = metrics.mismatch_metrics(packed, old, weights)
     assert with_weights.items() - found.items() == spread("rollout_corr/weight", 4.0, 9.0, 1.0).items()
     none = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
-    assert mismatch_metrics(none, old, weights) == {}
+    assert metrics.mismatch_metrics(none, old, weights) == {}
 
 
 def test_timing_metrics() -> None:
     packed = pack_experience(make_experience())
     seconds = {"gen": 6.0, "ref": 1.9, "reward": 1.0, "step": 38.0}
-    found = timing_metrics(seconds, packed, num_response_tokens=12, num_devices=2)
+    found = metrics.timing_metrics(seconds, packed, num_response_tokens=12, num_devices=2)
     used = psutil.virtual_memory().used / 1e9
     assert found.pop("perf/cpu_memory_used_gb") == pytest.approx(used, rel=0.5)
     assert found == {
         **{f"timing_s/{phase}": value for phase, value in seconds.items()},
-        "timing_per_token_ms/gen": 500.0,
-        "timing_per_token_ms/ref": pytest.approx(100.0),
-        "perf/total_num_tokens": 19.0,
-        "perf/time_per_step": 38.0,
-        "perf/throughput": 0.25,
-    }
-    assert "timing_per_token_ms/gen" not in timing_metrics({"step": 1.0}, packed, num_response_tokens=1, num_devices=1)
+        "timing_per_token_ms/gen": 500.0, "timing_per_token_ms/ref": pytest.approx(100.0),
+        "perf/total_num_tokens": 19.0, "perf/time_per_step": 38.0, "perf/throughput": 0.25,
+    }  # fmt: skip
+    assert "timing_per_token_ms/gen" not in metrics.timing_metrics(
+        {"step": 1.0}, packed, num_response_tokens=1, num_devices=1
+    )
 
 
 SHAPE = ModelShape(
@@ -147,20 +115,20 @@ def test_mfu_metrics() -> None:
     }
     seconds = {"update_actor": 2.0, "update_critic": 4.0}
     critic = 3 * CRITIC.update_flops(lengths, num_targets=0, num_shared=4) / (4.0 * peak)
-    assert mfu_metrics(config, packed, deal, seconds, INFO) == {**of_actor, "perf/mfu/critic": critic}
-    assert mfu_metrics(config, packed, deal, {"supervise": 2.0}, INFO) == of_actor
+    assert metrics.mfu_metrics(config, packed, deal, seconds, INFO) == {**of_actor, "perf/mfu/critic": critic}
+    assert metrics.mfu_metrics(config, packed, deal, {"supervise": 2.0}, INFO) == of_actor
     adapted = make_config("trainer.epochs_per_batch=3", "model.lora.rank=2")
     work = SHAPE.update_flops(lengths, num_targets=targets, num_shared=4, lora=LoraConfig(rank=2))
-    found = mfu_metrics(adapted, packed, deal, {"update_actor": 2.0}, INFO)
+    found = metrics.mfu_metrics(adapted, packed, deal, {"update_actor": 2.0}, INFO)
     assert found == {**of_actor, "perf/mfu/actor": 3 * work / (2.0 * peak)}
     for unknown in (replace(INFO, peak_flops=None), replace(INFO, shape=None, critic_shape=None)):
-        assert mfu_metrics(config, packed, deal, seconds, unknown) == {}
+        assert metrics.mfu_metrics(config, packed, deal, seconds, unknown) == {}
     full = {**seconds, "gen": 6.0, "step": 38.0}
-    found = cost_metrics(config, packed, 12, deal, full, INFO)
+    found = metrics.cost_metrics(config, packed, 12, deal, full, INFO)
     assert found == {
-        **balance_metrics(packed, shares.sequences),
-        **mfu_metrics(config, packed, deal, full, INFO),
-        **timing_metrics(full, packed, num_response_tokens=12, num_devices=2),
+        **metrics.balance_metrics(packed, shares.sequences),
+        **metrics.mfu_metrics(config, packed, deal, full, INFO),
+        **metrics.timing_metrics(full, packed, num_response_tokens=12, num_devices=2),
         "perf/cpu_memory_used_gb": found["perf/cpu_memory_used_gb"],
     }
 
@@ -168,12 +136,9 @@ def test_mfu_metrics() -> None:
 def test_memory_metrics() -> None:
     again = OomRetry("a pass", 1, 2, 2, "no room")
     peaks = [MemoryPeak(1.5, 2.0, 1, (again,)), MemoryPeak(1.0, 3.0, 2)]
-    assert memory_metrics(peaks) == {
-        "perf/max_memory_allocated_gb": 1.5,
-        "perf/max_memory_reserved_gb": 3.0,
-        "perf/num_passes_redone": 3.0,
-    }
-    assert memory_metrics([MemoryPeak(0.0, 0.0, 0)]) == {}
+    names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/num_passes_redone")
+    assert metrics.memory_metrics(peaks) == dict(zip(names, (1.5, 3.0, 3.0), strict=True))
+    assert metrics.memory_metrics([MemoryPeak(0.0, 0.0, 0)]) == {}
 
 
 def test_reward_metrics() -> None:
@@ -187,39 +152,36 @@ def test_reward_metrics() -> None:
         **spread("critic/advantages", 7.5, 17.0, 1.0),
         **spread("critic/returns", 15.0, 34.0, 2.0),
     }
-    assert reward_metrics(found) == expected
+    assert metrics.reward_metrics(found) == expected
     values = 2.0 * torch.arange(packed.num_tokens)
     by_critic = replace(found, batch=replace(found.batch, old_values=values))
     of_values = {**spread("critic/values", 15.0, 34.0, 2.0), "critic/vf_explained_var": 1.0}
-    assert reward_metrics(by_critic) == expected | of_values
+    assert metrics.reward_metrics(by_critic) == expected | of_values
     none = replace(by_critic.batch, packed=replace(packed, loss_mask=torch.zeros_like(packed.loss_mask)))
-    assert [*reward_metrics(replace(by_critic, batch=none))] == [*expected][:7]
+    assert [*metrics.reward_metrics(replace(by_critic, batch=none))] == [*expected][:7]
 
 
 def test_step_metrics() -> None:
     found = make_experience()
     packed = pack_experience(found)
-    plain = step_metrics(make_config(), found, make_estimate(packed), Update())
-    assert plain == {
-        **reward_metrics(make_estimate(packed)), **length_metrics(make_config(), found), **group_metrics(packed, found)
-    }  # fmt: skip
+    plain = metrics.step_metrics(make_config(), found, make_estimate(packed), Update())
+    of_answers = metrics.length_metrics(make_config(), found) | metrics.group_metrics(packed, found)
+    assert plain == metrics.reward_metrics(make_estimate(packed)) | of_answers
     more = replace(make_estimate(packed), kl_in_reward=0.125, masked_share=0.0)
     old = torch.full((packed.num_tokens,), QUARTER)
-    metrics = step_metrics(make_config(), found, more, Update(share_skipped=0.5, logprobs_before=old))
-    assert {name: value for name, value in metrics.items() if name not in plain} == {
-        SKIPPED: 0.5,
-        "rollout_corr/left_out_share": 0.0,
-        "actor/reward_kl_penalty": 0.125,
-        **mismatch_metrics(packed, old, None),
-    }
+    of_step = metrics.step_metrics(make_config(), found, more, Update(share_skipped=0.5, logprobs_before=old))
+    assert {name: value for name, value in of_step.items() if name not in plain} == {
+        metrics.SKIPPED: 0.5, "rollout_corr/left_out_share": 0.0, "actor/reward_kl_penalty": 0.125,
+        **metrics.mismatch_metrics(packed, old, None),
+    }  # fmt: skip
     kept = replace(packed, loss_mask=packed.loss_mask & (packed.sequence_ids() > 0))
     varied = old + torch.arange(packed.num_tokens) / 10
     for of_pass, compared in ((varied, packed), (None, kept)):  # the update does not compute masked tokens
         less = replace(more, batch=replace(more.batch, packed=kept, old_logprobs=of_pass))
-        metrics = step_metrics(make_config(), found, less, Update(logprobs_before=varied))
-        assert mismatch_metrics(compared, varied, None).items() <= metrics.items()
+        of_step = metrics.step_metrics(make_config(), found, less, Update(logprobs_before=varied))
+        assert metrics.mismatch_metrics(compared, varied, None).items() <= of_step.items()
     weighted = make_config("algo.importance.mode=truncate")
-    assert "rollout_corr/weight/mean" in step_metrics(weighted, found, more, Update(logprobs_before=old))
+    assert "rollout_corr/weight/mean" in metrics.step_metrics(weighted, found, more, Update(logprobs_before=old))
 
 
 def test_phases_add_up_inside_their_context(monkeypatch: pytest.MonkeyPatch) -> None:

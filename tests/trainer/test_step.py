@@ -28,18 +28,7 @@ from rlcore.trainer.update import SharedBatch, Update
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.small_run import SmallRun, other_model, prepare, train
-from tests.trainer.batches import (
-    POLICY,
-    PROMPTS,
-    UPDATE,
-    InOrder,
-    Ranks,
-    Written,
-    make_estimate,
-    make_experience,
-    pack_experience,
-    rank_updates,
-)
+from tests.trainer import batches
 
 STEPS = 3
 Usual = Callable[[str], list[dict[str, float]]]
@@ -74,33 +63,27 @@ def test_training_is_reproducible(root: Path, usual: Usual) -> None:
     assert run_steps(prepare(root)) == usual("grpo")
 
 
+PLACES = {"trainer.max_tokens_per_micro_batch=40": 2e-5, "model.gradient_checkpointing=true": 1e-6}
+
+
+@pytest.mark.parametrize("word", PLACES)
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
-def test_micro_batch_split_keeps_metrics(root: Path, usual: Usual, algo: str) -> None:
-    narrow = run_steps(prepare(root, f"algo={algo}", "trainer.max_tokens_per_micro_batch=40"))
-    assert_close(usual(algo), narrow, rtol=2e-5)
+def test_micro_batches_and_checkpointing_keep_metrics(root: Path, usual: Usual, algo: str, word: str) -> None:
+    assert_close(usual(algo), run_steps(prepare(root, f"algo={algo}", word)), rtol=PLACES[word])
 
 
-@pytest.mark.parametrize("algo", ["grpo", "ppo"])
-def test_gradient_checkpointing_keeps_metrics(root: Path, usual: Usual, algo: str) -> None:
-    assert_close(usual(algo), run_steps(prepare(root, f"algo={algo}", "model.gradient_checkpointing=true")), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        *((f"algo={name}",) for name in ("opo", "remax", "reinforce_pp", "gspo", "cispo")),
-        ("algo=dapo", "algo.overlong.buffer_tokens=4"),
-        ("algo.kl.where=reward", "algo.kl.coef=0.01", "algo.kl.adaptive=true"),
-        ("algo.importance.mode=mask", "algo.importance.level=sequence", "algo.rejection.level=sequence-mean"),
-        ("algo.off_policy_mask=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
-        ("algo.policy_loss=kl_cov", "algo.policy_loss_options.share=0.2", "trainer.mini_batch_size=4"),
-        ("algo.top_entropy=0.2", "algo.clip_cov.share=0.1", "algo.clip_cov.low=0.01"),
-        ("algo.advantage=gdpo", "reward.weights={correct:1.0,format:0.2}", "reward.num_processes=1"),
-        ("algo=dr_grpo", "algo.entropy_coef=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
-        ("model.lora.rank=4", "algo=ppo"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("overrides", [
+    *((f"algo={name}",) for name in ("opo", "remax", "reinforce_pp", "gspo", "cispo")),
+    ("algo=dapo", "algo.overlong.buffer_tokens=4"),
+    ("algo.kl.where=reward", "algo.kl.coef=0.01", "algo.kl.adaptive=true"),
+    ("algo.importance.mode=mask", "algo.importance.level=sequence", "algo.rejection.level=sequence-mean"),
+    ("algo.off_policy_mask=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
+    ("algo.policy_loss=kl_cov", "algo.policy_loss_options.share=0.2", "trainer.mini_batch_size=4"),
+    ("algo.top_entropy=0.2", "algo.clip_cov.share=0.1", "algo.clip_cov.low=0.01"),
+    ("algo.advantage=gdpo", "reward.weights={correct:1.0,format:0.2}", "reward.num_processes=1"),
+    ("algo=dr_grpo", "algo.entropy_coef=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
+    ("model.lora.rank=4", "algo=ppo"),
+], ids=" ".join)  # fmt: skip
 def test_all_methods_take_finite_steps(root: Path, overrides: tuple[str, ...]) -> None:
     for step in run_steps(prepare(root, *overrides), 2):
         for name, value in step.items():
@@ -122,14 +105,11 @@ def test_micro_batch_budget_with_masked_responses(root: Path, monkeypatch: pytes
     """A masked response shares no prompt, so the update may need more micro-batches than a forward pass."""
     budget, given = 100, []
     update = Worker.update_policy
-    monkeypatch.setattr(
-        Worker,
-        "update_policy",
-        lambda self, batch, parts, *rest: given.append((batch.packed, parts)) or update(self, batch, parts, *rest),
-    )
+    monkeypatch.setattr(Worker, "update_policy", lambda *args: given.append(args[1:3]) or update(*args))
     overrides = ("algo.mask_truncated=true", "warm_start.enabled=false", "model.share_prompts=true")
     run_steps(prepare(root, *overrides, f"trainer.max_tokens_per_micro_batch={budget}"), 1)
-    ((packed, (whole,)),) = given
+    ((batch, (whole,)),) = given
+    packed = batch.packed
     assert not all(packed.loss_mask[start:stop].any() for start, stop in pairwise(packed.cu_seqlens.tolist()))
     for part in micro_batches(packed, whole.num_micro, share_prompts=True):
         assert len(part) == 1 or Sizes.from_batch(select(packed, part), share_prompts=True).num_computed() <= budget
@@ -176,21 +156,14 @@ def test_policy_learns_from_a_larger_teacher(root: Path, more: tuple[str, ...]) 
 
 @pytest.mark.parametrize("more", [(), MANY_TOKENS], ids=" ".join)
 def test_each_data_source_has_its_teacher(root: Path, more: tuple[str, ...]) -> None:
-    """A second teacher that equals the first one changes nothing. A different one changes only the numbers of its
-    prompts."""
+    """A second teacher that equals the first one changes nothing. Another changes only the numbers of its prompts."""
     first = other_model(root, ScratchModel(hidden_size=48, num_layers=2))
     second = other_model(root, ScratchModel(hidden_size=32, num_layers=1))
-    one, same, other = (
-        run_steps(prepare(root, f"algo.teacher.path={first}", *more, *by_source), 2)
-        for by_source in (
-            (),
-            (f"algo.teacher.by_source.countdown={first}",),
-            (f"algo.teacher.by_source.countdown={second}",),
-        )
-    )
+    by_source = ((), (f"algo.teacher.by_source.countdown={first}",), (f"algo.teacher.by_source.countdown={second}",))
+    settings = [(f"algo.teacher.path={first}", *words) for words in by_source] + [(f"algo.teacher.path={second}",)]
+    one, same, other, alone = (run_steps(prepare(root, *words, *more), 2) for words in settings)
     assert_close(one, same, rtol=1e-5)
     assert abs(one[0]["actor/teacher_kl"] - other[0]["actor/teacher_kl"]) > 1e-3
-    alone = run_steps(prepare(root, f"algo.teacher.path={second}", *more), 2)
     assert_close(alone, other, rtol=1e-5)
     with pytest.raises(DataError, match=r"algo.teacher.by_source: must name data sources .* got 'gsm8k', .* countdown"):
         run_steps(prepare(root, f"algo.teacher.path={first}", f"algo.teacher.by_source.gsm8k={first}"), 1)
@@ -198,8 +171,7 @@ def test_each_data_source_has_its_teacher(root: Path, more: tuple[str, ...]) -> 
 
 def test_critic_flops_by_its_shape(root: Path) -> None:
     scratch = ScratchModel(hidden_size=16, num_layers=3, num_heads=1, intermediate_size=24)
-    folder = other_model(root, scratch)
-    run = prepare(root, "algo=ppo", "runtime.peak_tflops=1", f"critic.path={folder}")
+    run = prepare(root, "algo=ppo", "runtime.peak_tflops=1", f"critic.path={other_model(root, scratch)}")
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         info = group.each(Worker.info)[0]
     own = ModelShape.of_scratch(run.config.model.scratch)
@@ -220,40 +192,38 @@ def test_engine_distance_is_measured_or_absent(root: Path, usual: Usual) -> None
 STATE = LoopState(4, 5, 20, 1_000, 0.5, best_metric=0.25, best_step=3, entropy_added=0.125)
 ADAPTIVE = ("algo.kl.where=reward", "algo.kl.coef=0.5", "algo.kl.adaptive=true", "algo.kl.target=0.1",
             "algo.kl.horizon=100")  # fmt: skip
-
-
 CONTROLLED = ("algo.entropy_control.target=3.0", "algo.entropy_control.step=0.25")
 
 
-def trainer(*overrides: str, failures: Path = Path(), ranks: Ranks | None = None) -> Trainer:
+def trainer(*overrides: str, failures: Path = Path(), ranks: batches.Ranks | None = None) -> Trainer:
     config = load_config(["experiment=debug", *overrides])
-    collector = ExperienceCollector(Written(config, {}), InOrder(PROMPTS, seed=1))
-    return Trainer(config, ranks or Ranks(), collector, failures=failures)
+    collector = ExperienceCollector(batches.Written(config, {}), batches.InOrder(batches.PROMPTS, seed=1))
+    return Trainer(config, ranks or batches.Ranks(), collector, failures=failures)
 
 
 def state_after(update: Update, *overrides: str, kl: float | None = None) -> LoopState:
     """Return the state after a step of four responses (three scored, 19 tokens, five prompts drawn)."""
-    found = replace(make_experience(), pass_counts="counts")
-    estimate = replace(make_estimate(pack_experience(found)), kl_in_reward=kl)
+    found = replace(batches.make_experience(), pass_counts="counts")
+    estimate = replace(batches.make_estimate(batches.pack_experience(found)), kl_in_reward=kl)
     return trainer(*overrides)._state_after(STATE, found, estimate, update)
 
 
 def test_state_after_step() -> None:
     resumed = replace(STATE, step=5, policy_version=6, num_prompts_drawn=25, num_tokens=1_019, pass_counts="counts")
-    assert state_after(Update()) == state_after(UPDATE) == resumed
-    assert state_after(UPDATE, *ADAPTIVE) == resumed, "no KL was measured"
-    assert state_after(UPDATE, kl=0.11).kl_coef == 0.5
-    assert state_after(UPDATE, *ADAPTIVE, kl=0.11).kl_coef == pytest.approx(0.5 * (1 + 0.1 * 3 / 100))
-    assert float(POLICY.entropy_sum / POLICY.num_tokens) == 2.5
-    assert state_after(UPDATE, *CONTROLLED).entropy_added == 0.375
+    assert state_after(Update()) == state_after(batches.UPDATE) == resumed
+    assert state_after(batches.UPDATE, *ADAPTIVE) == resumed, "no KL was measured"
+    assert state_after(batches.UPDATE, kl=0.11).kl_coef == 0.5
+    assert state_after(batches.UPDATE, *ADAPTIVE, kl=0.11).kl_coef == pytest.approx(0.5 * (1 + 0.1 * 3 / 100))
+    assert float(batches.POLICY.entropy_sum / batches.POLICY.num_tokens) == 2.5
+    assert state_after(batches.UPDATE, *CONTROLLED).entropy_added == 0.375
     for skipped, is_changed in ((0.5, True), (1.0, False)):
-        found = state_after(replace(UPDATE, share_skipped=skipped), *ADAPTIVE, *CONTROLLED, kl=0.11)
+        found = state_after(replace(batches.UPDATE, share_skipped=skipped), *ADAPTIVE, *CONTROLLED, kl=0.11)
         assert (found.kl_coef > 0.5, found.entropy_added > 0.125) == (is_changed, is_changed)
 
 
 def shared_batch(config: RunConfig) -> SharedBatch:
-    packed = pack_experience(make_experience())
-    batch = replace(make_estimate(packed).batch, old_logprobs=packed.behavior_logprobs)  # of the same memory
+    packed = batches.pack_experience(batches.make_experience())
+    batch = replace(batches.make_estimate(packed).batch, old_logprobs=packed.behavior_logprobs)  # of the same memory
     return SharedBatch.split(config, batch, Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, 2))
 
 
@@ -262,17 +232,17 @@ def test_only_skip_alarms_skip_update() -> None:
     for old, measured in (("recompute", True), ("behavior", False)):
         one = trainer(f"trainer.old_logprobs={old}")
         shared = shared_batch(one._config)
-        skipped = one._update(STATE, make_experience(), shared, alarms, PhaseClock())
+        skipped = one._update(STATE, batches.make_experience(), shared, alarms, PhaseClock())
         assert skipped.share_skipped == 1.0
         assert (skipped.logprobs_before is shared.batch.old_logprobs) == measured
         with pytest.raises(AssertionError, match="have no results"):
-            one._update(STATE, make_experience(), shared, alarms[:1], PhaseClock())
+            one._update(STATE, batches.make_experience(), shared, alarms[:1], PhaseClock())
 
 
 @pytest.mark.parametrize("action", ["stop", "skip"])
 @pytest.mark.parametrize("bad", [False, True])
 def test_non_finite_update_saves_batch(tmp_path: Path, action: str, bad: bool) -> None:
-    ranks = Ranks([rank_updates(PolicyStatistics, [], failed=True)] * 2, [])
+    ranks = batches.Ranks([batches.rank_updates(PolicyStatistics, [], failed=True)] * 2, [])
     one = trainer(f"alarms.non_finite={action}", failures=tmp_path / "run" / "failures", ranks=ranks)
     shared = shared_batch(one._config)
     if bad:
@@ -280,13 +250,13 @@ def test_non_finite_update_saves_batch(tmp_path: Path, action: str, bad: bool) -
     file = tmp_path / "run" / "failures" / "step-000005.safetensors"
     rows = "prompts [1]" if bad else "no single row: its inputs are all finite"
     text = f"step 5: no number Batch saved to {file}; non-finite inputs in {rows}."
+    update = functools.partial(one._update, STATE, batches.make_experience(), shared, (), PhaseClock())
     if action == "stop":
         with pytest.raises(NonFiniteError) as caught:
-            one._update(STATE, make_experience(), shared, (), PhaseClock())
-        assert str(caught.value) == text
-        assert str(caught.value.__cause__) == "no number"
+            update()
+        assert (str(caught.value), str(caught.value.__cause__)) == (text, "no number")
     else:
-        found = one._update(STATE, make_experience(), shared, (), PhaseClock())
+        found = update()
         assert (str(found.failure), found.share_skipped) == (text, 1.0)
     answers = json.loads(file.with_suffix(".json").read_text())
     assert answers[2] == {

@@ -28,8 +28,7 @@ class Ranks(WorkerGroup):
     """Ranks that count tokens with a loss instead of training."""
 
     def __init__(self, *, fails: bool = False, world_size: int = 2) -> None:
-        self.world_size = world_size
-        self.fails = fails
+        self.world_size, self.fails = world_size, fails
         self.asked: list[tuple[PackedBatch, tuple[Any, ...]]] = []
 
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -47,21 +46,18 @@ class Ranks(WorkerGroup):
         return Pending(lambda: [ModelUpdate(each, 0.5) for each in found] if verb == Worker.supervise else found)
 
 
-def trainer(group: Ranks, drawn: list[tuple[int, int]] | None = None) -> SupervisedTrainer:
-    words = ("trainer.total_steps=4", "optim.lr=1e-3", "optim.schedule=linear")
-
+def trainer(group: Ranks) -> SupervisedTrainer:
     def draw(before: int, number: int) -> Sequence[Demonstration]:
-        if drawn is not None:
-            drawn.append((before, number))
+        assert (before, number) == (40, 3)
         return DEMONSTRATIONS
 
+    words = ("trainer.total_steps=4", "optim.lr=1e-3", "optim.schedule=linear")
     return SupervisedTrainer(load_config(["experiment=debug", *words]), group, draw)
 
 
 def test_supervised_step() -> None:
-    group, drawn = Ranks(), []
-    found = trainer(group, drawn).step(LoopState(2, 2, 40, 100, 0.0), epoch=3)
-    assert drawn == [(40, 3)]
+    group = Ranks()
+    found = trainer(group).step(LoopState(2, 2, 40, 100, 0.0), epoch=3)
     assert [more for _, more in group.asked] == [(1, 10, 5e-4)] * 2
     assert sorted(packed.num_sequences for packed, _ in group.asked) == [2, 2]
     assert found.state == LoopState(3, 3, 44, 118, 0.0)

@@ -10,23 +10,14 @@ from torch import Tensor
 
 from rlcore.algos.aggregation import token_covariance
 from rlcore.algos.objective import PolicyStatistics, ValueStatistics
-from rlcore.batching.balance import Assignment, Balancer
+from rlcore.batching.balance import Balancer
 from rlcore.batching.pack import pack, select_train, token_indices
 from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, KlConfig
-from rlcore.config.base import Section
 from rlcore.config.compose import load_config
-from rlcore.trainer import PhaseClock
-from rlcore.trainer.update import (
-    SharedBatch,
-    Update,
-    apply_selection,
-    needs_old_logprobs,
-    num_optimizer_steps,
-    update_models,
-)
-from rlcore.types import Prompt, Rollout, Score, TrainBatch
+from rlcore.trainer import PhaseClock, update
+from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.worker import Worker
 from tests.helpers.settings import settings
 from tests.models.tiny import answers
@@ -42,46 +33,28 @@ OF_POLICY = {
 }  # fmt: skip
 
 
-def with_target(target: float) -> AlgoConfig:
-    control: Section = AlgoConfig().entropy_control.model_copy(update={"target": target})
-    return AlgoConfig().model_copy(update={"entropy_control": control})
-
-
-@pytest.mark.parametrize(
-    ("settings_of", "more"),
-    [
-        (AlgoConfig(), {}),
-        (AlgoConfig(kl=KlConfig(where="reward")), {}),
-        (AlgoConfig(kl=KlConfig(where="loss")), {"actor/kl_loss": 3.0, "actor/ref_kl": 0.25}),
-        (AlgoConfig(aggregation="seq-mean-token-mean"), {"actor/token_entropy": 2.5}),
-        (with_target(0.3), {"actor/entropy_coef": 0.01}),
-    ],
-)
+@pytest.mark.parametrize(("settings_of", "more"), [
+    (AlgoConfig(), {}),
+    (AlgoConfig(kl=KlConfig(where="reward")), {}),
+    (AlgoConfig(kl=KlConfig(where="loss")), {"actor/kl_loss": 3.0, "actor/ref_kl": 0.25}),
+    (AlgoConfig(aggregation="seq-mean-token-mean"), {"actor/token_entropy": 2.5}),
+    (AlgoConfig(entropy_control={"target": 0.3}), {"actor/entropy_coef": 0.01}),
+])  # fmt: skip
 def test_update_metrics_by_settings(settings_of: AlgoConfig, more: dict[str, float]) -> None:
     assert UPDATE.metrics(settings_of) == {**OF_CRITIC, **OF_POLICY, **more}
-    assert Update(critic=UPDATE.critic).metrics(settings_of) == OF_CRITIC
+    assert update.Update(critic=UPDATE.critic).metrics(settings_of) == OF_CRITIC
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", False),
-        ("trainer.mini_batch_size=2", True),
-        ("trainer.epochs_per_batch=2", True),
-        ("algo.importance.mode=truncate", True),
-        ("algo.rejection.level=sequence-mean", True),
-        ("algo.kl.where=reward", True),
-        ("algo.kl.where=loss", False),
-        ("algo.top_entropy=0.9", True),
-        ("algo.clip_cov.share=0.1", True),
-        ("algo.policy_loss=kl_cov", True),
-        ("trainer.old_logprobs=recompute", True),
-        ("trainer.old_logprobs=behavior trainer.mini_batch_size=2", False),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("", False), ("trainer.mini_batch_size=2", True), ("trainer.epochs_per_batch=2", True),
+    ("algo.importance.mode=truncate", True), ("algo.rejection.level=sequence-mean", True),
+    ("algo.kl.where=reward", True), ("algo.kl.where=loss", False), ("algo.top_entropy=0.9", True),
+    ("algo.clip_cov.share=0.1", True), ("algo.policy_loss=kl_cov", True), ("trainer.old_logprobs=recompute", True),
+    ("trainer.old_logprobs=behavior trainer.mini_batch_size=2", False),
+])  # fmt: skip
 def test_needs_old_logprobs(words: str, expected: bool) -> None:
     own = "" if "mini_batch_size" in words else " trainer.mini_batch_size=4"
-    assert needs_old_logprobs(settings(f"trainer.batch_size=4{own} {words}".strip())) is expected
+    assert update.needs_old_logprobs(settings(f"trainer.batch_size=4{own} {words}".strip())) is expected
 
 
 PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=linear", "critic.optim.lr=1e-2",
@@ -89,16 +62,19 @@ PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=li
        "trainer.mini_batch_size=2")  # fmt: skip
 
 
-def run_update(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[Update, SharedBatch]:
+FOUR_PROMPTS = [(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))]
+
+
+def run_update(config: RunConfig, ranks: Ranks, *, step: int = 5) -> tuple[update.Update, update.SharedBatch]:
     """Update on four prompts with two responses each, at half the learning rate."""
-    packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
+    packed = answers(FOUR_PROMPTS)
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
-    old = places if num_optimizer_steps(config) > 1 else None
+    old = places if update.num_optimizer_steps(config) > 1 else None
     batch = TrainBatch(packed, old, None, None, places, None, packed.loss_mask.float())
     deal = Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, config.trainer.mini_batch_size)
-    shared = SharedBatch.split(config, batch, deal)
+    shared = update.SharedBatch.split(config, batch, deal)
     state = LoopState(step, step, 0, 0, 0.125, entropy_added=0.25)
-    return update_models(config, ranks, shared, state, PhaseClock()), shared
+    return update.update_models(config, ranks, shared, state, PhaseClock()), shared
 
 
 def test_critic_updates_first_with_own_rate() -> None:
@@ -109,11 +85,7 @@ def test_critic_updates_first_with_own_rate() -> None:
     assert (first, second) == (Worker.update_critic, Worker.update_policy)
     assert [(minis, lr) for _, minis, lr in of_critic] == [(shared.mini_batches, 1e-2 * 0.5)] * 2
     assert [more for _, *more in of_policy] == [[shared.mini_batches, 1e-3 * 0.5, 0.125, 0.25]] * 2
-    assert [part is mine for (part, *_), mine in zip([*of_critic, *of_policy], shared.parts * 2, strict=True)] == [
-        True
-    ] * 4
-    assert found.policy is not None
-    assert found.critic is not None
+    assert all(part is mine for (part, *_), mine in zip([*of_critic, *of_policy], shared.parts * 2, strict=True))
     assert (found.policy.lr, found.critic.lr, found.kl_coef, found.entropy_coef) == (5e-4, 5e-3, 0.125, 0.75)
     assert (found.policy.num_steps, float(found.policy.stats.num_tokens)) == (2, 4.0)
     assert (found.policy.grad_norm, found.policy.largest_grad_norm) == (1.5, 2.0), "of all ranks together"
@@ -131,44 +103,33 @@ def test_policy_waits_for_critic_warmup(step: int, is_trained: bool) -> None:
     assert found.logprobs_before is shared.batch.old_logprobs
 
 
-def test_non_finite_step_ends_update() -> None:
-    config = load_config(["experiment=debug", *PPO])
+def test_update_without_steps_or_numbers_has_no_result() -> None:
+    config, verbs = load_config(["experiment=debug", *PPO]), [Worker.update_critic, Worker.update_policy]
     good = [rank_updates(ValueStatistics, [True] * 2)] * 2
     half = Ranks([rank_updates(PolicyStatistics, [True], failed=True)] * 2, good)
-    found, shared = run_update(config, half)
-    assert (str(found.failure), found.share_skipped, found.policy, found.critic) == ("no number", 0.5, None, None)
-    assert found.logprobs_before is shared.batch.old_logprobs
     of_critic = Ranks([], [rank_updates(ValueStatistics, [True], failed=True)] * 2)
-    found, shared = run_update(config, of_critic)
-    assert [verb for verb, _ in of_critic.asked] == [Worker.update_critic]
-    assert (str(found.failure), found.share_skipped, found.policy, found.critic) == ("no number", 1.0, None, None)
-    assert found.logprobs_before is shared.batch.old_logprobs
-
-
-def test_update_without_steps() -> None:
-    config = load_config(["experiment=debug", *PPO])
-    ranks = Ranks([rank_updates(PolicyStatistics, [])] * 2, [rank_updates(ValueStatistics, [])] * 2)
-    found, shared = run_update(config, ranks)
-    assert (found.policy, found.critic, found.share_skipped, found.failure) == (None, None, 1.0, None)
-    assert found.logprobs_before is shared.batch.old_logprobs
+    without = Ranks([rank_updates(PolicyStatistics, [])] * 2, [rank_updates(ValueStatistics, [])] * 2)
+    for ranks, failure, skipped, asked in (
+        (half, "no number", 0.5, verbs), (of_critic, "no number", 1.0, verbs[:1]), (without, "None", 1.0, verbs),
+    ):  # fmt: skip
+        found, shared = run_update(config, ranks)
+        assert [verb for verb, _ in ranks.asked] == asked
+        assert (str(found.failure), found.share_skipped, found.policy, found.critic) == (failure, skipped, None, None)
+        assert found.logprobs_before is shared.batch.old_logprobs
 
 
 def test_single_update_returns_logprobs_before() -> None:
     """Ranks return those of their sequences, which are restored to batch order."""
     config = load_config(["experiment=debug", "trainer.batch_size=4", "trainer.mini_batch_size=4"])
-    packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
+    packed = answers(FOUR_PROMPTS)
     places = torch.arange(packed.num_tokens, dtype=torch.float32)
     mine = Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, 4).whole.sequences
-    ends = packed.cu_seqlens.tolist()
-    own = [torch.cat([places[ends[i] : ends[i + 1]] for i in sequences]) for sequences in mine]
+    own = [select_tokens(places, packed, sequences) for sequences in mine]
     ranks = Ranks([rank_updates(PolicyStatistics, [True], logprobs=each) for each in own], [])
     found, _ = run_update(config, ranks)
-    assert found.logprobs_before is not None
     assert torch.equal(found.logprobs_before, places)
     assert found.critic is None
-    behavior = load_config(
-        ["experiment=debug", "trainer.batch_size=4", "trainer.mini_batch_size=2", "trainer.old_logprobs=behavior"]
-    )
+    behavior = settings("trainer.batch_size=4 trainer.mini_batch_size=2 trainer.old_logprobs=behavior")
     several = Ranks([rank_updates(PolicyStatistics, [True] * 2, logprobs=each) for each in own], [])
     assert run_update(behavior, several)[0].logprobs_before is None, "the second update has other weights"
 
@@ -194,7 +155,7 @@ def make_batch() -> tuple[TrainBatch, Tensor]:
 @pytest.mark.parametrize("share", [0.2, 1 / 3, 0.5])
 def test_top_entropy_by_mini_batch(share: float) -> None:
     batch, entropy = make_batch()
-    found = apply_selection(settings(f"{TWO_HALVES} algo.top_entropy={share}"), batch, entropy, num_finished=0)
+    found = update.apply_selection(settings(f"{TWO_HALVES} algo.top_entropy={share}"), batch, entropy, num_finished=0)
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
         mask = batch.packed.loss_mask[tokens]
@@ -210,14 +171,12 @@ def test_top_entropy_by_mini_batch(share: float) -> None:
 def test_selection_by_mini_batch(words: str) -> None:
     batch, entropy = make_batch()
     config = settings(f"{TWO_HALVES} {words}")
-    whole = apply_selection(config, batch, entropy, num_finished=0)
+    whole = update.apply_selection(config, batch, entropy, num_finished=0)
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
-        alone = apply_selection(config, select_train(batch, half), entropy[tokens], num_finished=0)
+        alone = update.apply_selection(config, select_train(batch, half), entropy[tokens], num_finished=0)
         mine = select_train(whole, half)
         assert torch.equal(mine.importance_weights, alone.importance_weights)
-        assert mine.covariance_rank is not None
-        assert alone.covariance_rank is not None
         assert torch.equal(mine.covariance_rank, alone.covariance_rank)
 
 
@@ -227,16 +186,15 @@ def test_clip_cov_draws_by_seed_and_step() -> None:
 
     def clip_weights(step: int, seed: int = 1) -> Tensor:
         config = settings(f"{words} seed={seed}")
-        return apply_selection(config, batch, None, num_finished=step).importance_weights
+        return update.apply_selection(config, batch, None, num_finished=step).importance_weights
 
-    assert apply_selection(settings(TWO_HALVES), batch, None, num_finished=0) is batch
+    assert update.apply_selection(settings(TWO_HALVES), batch, None, num_finished=0) is batch
     assert torch.equal(clip_weights(3), clip_weights(3))
     assert not torch.equal(clip_weights(3), clip_weights(4))
     assert not torch.equal(clip_weights(3), clip_weights(3, seed=2))
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
         mask = batch.packed.loss_mask[tokens]
-        assert batch.old_logprobs is not None
         covariance = token_covariance(batch.old_logprobs[tokens], batch.advantages[tokens], mask)
         out = mask & (clip_weights(3)[tokens] == 0)
         assert int(out.sum()) == math.ceil(0.1 * int(mask.sum()))
@@ -245,37 +203,24 @@ def test_clip_cov_draws_by_seed_and_step() -> None:
 
 
 GROUPS = [(3, (2, 5)), (4, (7, 1)), (2, (3, 3)), (5, (4, 6)), (3, (8, 2)), (2, (1, 9))]
-NUM_RANKS, PER_MINI_BATCH = 2, 3
 
 
-@pytest.fixture(scope="module")
-def config() -> RunConfig:
-    return load_config(["experiment=countdown_demo", "trainer.epochs_per_batch=2"])
-
-
-def make_train_batch() -> TrainBatch:
-    packed = answers(GROUPS, unscored=frozenset({2, 3}))
-    drawn = torch.from_numpy(np.random.default_rng(1).random((2, packed.num_tokens), dtype=np.float32))
-    return TrainBatch(packed, drawn[0], None, None, drawn[1], None, packed.loss_mask.float())
-
-
-def assign(batch: TrainBatch) -> Assignment:
-    return Balancer(num_ranks=NUM_RANKS, max_tokens=20, shape=None).assign(batch.packed, PER_MINI_BATCH)
-
-
-def select_tokens(values: Tensor, batch: TrainBatch, sequences: tuple[int, ...]) -> Tensor:
-    ends = batch.packed.cu_seqlens.tolist()
+def select_tokens(values: Tensor, packed: PackedBatch, sequences: tuple[int, ...]) -> Tensor:
+    ends = packed.cu_seqlens.tolist()
     return torch.cat([values[ends[i] : ends[i + 1]] for i in sequences])
 
 
-def test_shared_batch_parts_and_mini_batches(config: RunConfig) -> None:
-    batch = make_train_batch()
-    deal = assign(batch)
-    shared = SharedBatch.split(config, batch, deal)
+def test_shared_batch_parts_and_mini_batches() -> None:
+    config = load_config(["experiment=countdown_demo", "trainer.epochs_per_batch=2"])
+    packed = answers(GROUPS, unscored=frozenset({2, 3}))
+    drawn = torch.from_numpy(np.random.default_rng(1).random((2, packed.num_tokens), dtype=np.float32))
+    batch = TrainBatch(packed, drawn[0], None, None, drawn[1], None, packed.loss_mask.float())
+    deal = Balancer(num_ranks=2, max_tokens=20, shape=None).assign(packed, 3)
+    shared = update.SharedBatch.split(config, batch, deal)
     for sequences, part in zip(deal.whole.sequences, shared.parts, strict=True):
         for name in ("old_logprobs", "advantages", "importance_weights"):
-            assert torch.equal(getattr(part, name), select_tokens(getattr(batch, name), batch, sequences))
-        assert torch.equal(part.packed.token_ids, select_tokens(batch.packed.token_ids, batch, sequences))
+            assert torch.equal(getattr(part, name), select_tokens(getattr(batch, name), packed, sequences))
+        assert torch.equal(part.packed.token_ids, select_tokens(packed.token_ids, packed, sequences))
     assert [each.sequences for each in shared.mini_batches] == [range(3), range(3, 6)] * 2
     lengths = [sum(lengths) for _, lengths in GROUPS]
     lengths[1] = 0  # both responses are unscored
@@ -285,5 +230,5 @@ def test_shared_batch_parts_and_mini_batches(config: RunConfig) -> None:
     assert [each.num_micro for each in shared.mini_batches] == [each.num_micro for each in deal.mini_batches] * 2
     packed = answers(GROUPS, unscored=frozenset({4, 5, 6, 7}))
     deal = Balancer(num_ranks=1, max_tokens=20, shape=None).assign(packed, 2)
-    shared = SharedBatch.split(config, replace(batch, packed=packed), deal)
+    shared = update.SharedBatch.split(config, replace(batch, packed=packed), deal)
     assert [each.sequences for each in shared.mini_batches] == [range(4), range(8, 12)] * 2, "none without a loss"

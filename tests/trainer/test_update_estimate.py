@@ -19,7 +19,7 @@ from rlcore.trainer.update import Estimate, ForwardResults, estimate, score_part
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
-from tests.helpers.small_run import prepare, train
+from tests.helpers.small_run import SmallRun, prepare, train
 from tests.models.tiny import answers
 
 
@@ -29,35 +29,36 @@ def make_batch() -> PackedBatch:
     return replace(packed, scores=torch.tensor([1.0, 0.0, 0.5, 2.0]))
 
 
-def run_estimate(
-    packed: PackedBatch, passes: ForwardResults, is_cut: torch.Tensor | None = None, **algo: Any
-) -> Estimate:
-    parts = (packed.scores[:, None], torch.ones(1))
-    is_cut = torch.zeros(packed.num_sequences, dtype=torch.bool) if is_cut is None else is_cut
-    return estimate(packed, passes, None, algo=AlgoConfig(**algo), kl_coef=0.5, parts=parts, is_truncated=is_cut)
+def run_estimate(packed: PackedBatch, *passes: Tensor | None, cut: tuple[int, ...] = (), **algo: Any) -> Estimate:
+    """Estimate with advantages `dr_grpo`, unless `algo` names others. `cut`: numbers of truncated responses."""
+    parts, is_cut = (packed.scores[:, None], torch.ones(1)), torch.zeros(packed.num_sequences, dtype=torch.bool)
+    is_cut[[*cut]] = True
+    config, results = AlgoConfig(**{"advantage": "dr_grpo", **algo}), ForwardResults(*passes)
+    return estimate(packed, results, None, algo=config, kl_coef=0.5, parts=parts, is_truncated=is_cut)
+
+
+def without_loss(packed: PackedBatch) -> PackedBatch:
+    return replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
 
 
 def test_score_parts_by_weight_order() -> None:
     scores = [Score(1.5, {"b": 2.0, "a": 1.0, "c": 9.0}), Score(0.25, {"a": 3.0})]
-    assert [each.tolist() for each in score_parts(scores, {"a": 0.5, "b": 0.75})] == [
-        [[1.0, 2.0], [3.0, 0.0]], [0.5, 0.75]
-    ]  # fmt: skip
-    assert [each.tolist() for each in score_parts(scores, {})] == [[[1.5], [0.25]], [1.0]]
+    by_weights = [[[1.0, 2.0], [3.0, 0.0]], [0.5, 0.75]]
+    for weights, parts in (({"a": 0.5, "b": 0.75}, by_weights), ({}, [[[1.5], [0.25]], [1.0]])):
+        assert [each.tolist() for each in score_parts(scores, weights)] == parts
 
 
 def test_truncated_responses_are_masked() -> None:
     packed = make_batch()
-    is_cut = torch.tensor([True, False, False, True])
-    plain = run_estimate(packed, ForwardResults(), advantage="dr_grpo")
+    plain = run_estimate(packed)
     assert plain.masked_share is None
     assert plain.batch.packed.loss_mask is packed.loss_mask
-    found = run_estimate(packed, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True)
+    found = run_estimate(packed, cut=(0, 3), mask_truncated=True)
     assert found.masked_share == pytest.approx(5 / 8)
-    kept = packed.loss_mask & ~is_cut[packed.sequence_ids()]
+    kept = packed.loss_mask & torch.tensor([False, True, True, False])[packed.sequence_ids()]
     assert torch.equal(found.batch.packed.loss_mask, kept)
     assert torch.equal(found.batch.advantages, plain.batch.advantages)
-    none = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
-    assert run_estimate(none, ForwardResults(), is_cut, advantage="dr_grpo", mask_truncated=True).masked_share is None
+    assert run_estimate(without_loss(packed), cut=(0, 3), mask_truncated=True).masked_share is None
 
 
 def test_rejected_responses_are_masked() -> None:
@@ -65,7 +66,7 @@ def test_rejected_responses_are_masked() -> None:
     old = packed.behavior_logprobs.clone()
     old[packed.sequence_ids() == 2] -= 1.0
     rejection = RejectionConfig(level="sequence-mean", cap=2.0)
-    found = run_estimate(packed, ForwardResults(old * packed.loss_mask), advantage="dr_grpo", rejection=rejection)
+    found = run_estimate(packed, old * packed.loss_mask, rejection=rejection)
     assert found.masked_share == pytest.approx(2 / 8)
     assert torch.equal(found.batch.packed.loss_mask, packed.loss_mask & (packed.sequence_ids() != 2))
     assert torch.equal(found.response_mask, packed.loss_mask)
@@ -75,27 +76,23 @@ def test_importance_weights() -> None:
     packed = make_batch()
     old = (packed.behavior_logprobs + math.log(1.5)) * packed.loss_mask
     importance = ImportanceConfig(mode="truncate")
-    found = run_estimate(packed, ForwardResults(old), advantage="dr_grpo", importance=importance)
+    found = run_estimate(packed, old, importance=importance)
     rows = (packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
     expected = importance_weights(old, packed.behavior_logprobs, *rows, settings=importance)
     assert torch.equal(found.batch.importance_weights, expected)
     assert set(expected.tolist()) == {0.0, 1.5}
-    plain = run_estimate(packed, ForwardResults(old), advantage="dr_grpo").batch.importance_weights
-    assert torch.equal(plain, packed.loss_mask.float())
+    assert torch.equal(run_estimate(packed, old).batch.importance_weights, packed.loss_mask.float())
 
 
 def test_kl_in_reward() -> None:
     packed = make_batch()
     old, ref = packed.loss_mask * -1.0, packed.loss_mask * -1.25
-    found = run_estimate(
-        packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="reward", estimator="k1")
-    )
+    found = run_estimate(packed, old, ref, kl=KlConfig(where="reward", estimator="k1"))
     assert found.kl_in_reward == pytest.approx(0.25)
     tokens = torch.tensor([3.0, 1.0, 2.0, 2.0])
     torch.testing.assert_close(found.rewards, packed.scores - 0.5 * 0.25 * tokens)
-    assert found.batch.ref_logprobs is None, "the loss does not use it"
-    assert found.batch.returns is None
-    in_loss = run_estimate(packed, ForwardResults(old, ref), advantage="dr_grpo", kl=KlConfig(where="loss"))
+    assert (found.batch.ref_logprobs, found.batch.returns) == (None, None), "the loss does not use them"
+    in_loss = run_estimate(packed, old, ref, kl=KlConfig(where="loss"))
     assert in_loss.batch.ref_logprobs is ref
     assert (in_loss.kl_in_reward, in_loss.rewards.tolist()) == (None, packed.scores.tolist())
 
@@ -103,7 +100,7 @@ def test_kl_in_reward() -> None:
 def test_values_and_returns_of_gae() -> None:
     packed = make_batch()
     values = torch.arange(packed.num_tokens, dtype=torch.float32) * packed.loss_mask
-    found = run_estimate(packed, ForwardResults(values=values), advantage="gae", gamma=1.0, lam=1.0)
+    found = run_estimate(packed, None, None, values, advantage="gae", gamma=1.0, lam=1.0)
     assert found.batch.old_values is values
     assert found.batch.returns is found.returns
     of_answers = [found.returns[packed.loss_mask & (packed.sequence_ids() == i)].tolist() for i in range(4)]
@@ -120,21 +117,19 @@ def test_advantage_of_teacher_token_by_token(with_reward: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     old, teacher = (-torch.rand(packed.num_tokens, generator=generator) for _ in range(2))
     settings = TeacherConfig(path="a/teacher", coef=0.5, with_reward=with_reward)
-    by_rewards = run_estimate(packed, ForwardResults(), advantage="dr_grpo")
-    found = run_estimate(packed, ForwardResults(old, teacher_logprobs=teacher), advantage="dr_grpo", teacher=settings)
+    by_rewards, passes = run_estimate(packed), (old, None, None, None, teacher)
+    found = run_estimate(packed, *passes, teacher=settings)
     expected, differences = [], []
-    for token in range(packed.num_tokens):
-        is_response = bool(packed.loss_mask[token])
-        differences += [float(old[token] - teacher[token])] if is_response else []
+    for token, is_response in enumerate(packed.loss_mask.tolist()):
+        distance = float(old[token] - teacher[token])
+        differences += [distance] if is_response else []
         reward = float(by_rewards.batch.advantages[token]) if with_reward else 0.0
-        expected.append(reward + (0.5 * float(teacher[token] - old[token]) if is_response else 0.0))
+        expected.append(reward - 0.5 * distance * is_response)
     assert found.batch.advantages.tolist() == pytest.approx(expected, rel=1e-6)
     assert found.teacher_kl == pytest.approx(sum(differences) / len(differences), rel=1e-6)
     assert by_rewards.teacher_kl is None
     assert torch.equal(found.rewards, by_rewards.rewards)
-    none = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
-    passes = ForwardResults(old, teacher_logprobs=teacher)
-    assert run_estimate(none, passes, advantage="dr_grpo", teacher=settings).teacher_kl is None
+    assert run_estimate(without_loss(packed), *passes, teacher=settings).teacher_kl is None
 
 
 GROUP = 4
@@ -163,27 +158,20 @@ class Batch:
 
     def estimated(self, chosen: list[int], algo: AlgoConfig, no_greedy: int | None = None) -> Estimate:
         """Estimate some of the responses. `no_greedy`: the group whose greedy response has no score."""
+        failures = ["failed" if index in UNSCORED else None for index in chosen]
         scores = [
-            Score(float(self.totals[index]), {}, failure="failed" if index in UNSCORED else None) for index in chosen
+            Score(float(self.totals[index]), {}, failure=why) for index, why in zip(chosen, failures, strict=True)
         ]
-        packed = pack([self.rollouts[index] for index in chosen], scores, [index // GROUP for index in chosen])
-        old, ref, values = (
-            torch.from_numpy(np.concatenate([self.per_token[index][which] for index in chosen])).float()
-            * packed.loss_mask
-            for which in range(3)
-        )
         groups = [index // GROUP for index in chosen]
+        packed = pack([self.rollouts[index] for index in chosen], scores, groups)
+        drawn = torch.from_numpy(np.concatenate([self.per_token[index] for index in chosen], axis=1)).float()
+        old, ref, values = drawn * packed.loss_mask
         greedy = [float(np.nan if group == no_greedy else self.greedy[group]) for group in groups]
-        passes = ForwardResults(old, ref, values if algo.advantage == "gae" else None)
         return estimate(
-            packed,
-            passes,
-            greedy if algo.advantage == "remax" else None,
-            algo=algo,
-            kl_coef=0.1,
-            parts=score_parts(scores, {}),
+            packed, ForwardResults(old, ref, values if algo.advantage == "gae" else None),
+            greedy if algo.advantage == "remax" else None, algo=algo, kl_coef=0.1, parts=score_parts(scores, {}),
             is_truncated=torch.zeros(len(chosen), dtype=torch.bool),
-        )
+        )  # fmt: skip
 
 
 def by_response(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:
@@ -194,9 +182,8 @@ def by_response(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:
 
 @pytest.mark.parametrize("method", [*sorted(GROUP_ADVANTAGES), "remax", "gae", "reinforce_pp"])
 def test_unscored_responses_do_not_change_advantages(method: str) -> None:
-    batch = Batch()
+    batch, everyone = Batch(), list(range(NUM_ANSWERS))
     algo = AlgoConfig(advantage=method, kl=KlConfig(where="reward"), gamma=0.9 if method == "gae" else 1.0)
-    everyone = list(range(NUM_ANSWERS))
     scored = [index for index in everyone if index not in UNSCORED]
     # A single scored response of a group has no advantage.
     taught = [index for index in scored if method not in GROUP_ADVANTAGES or index != LONE]
@@ -204,16 +191,14 @@ def test_unscored_responses_do_not_change_advantages(method: str) -> None:
     with_them, without = by_response(found, everyone), by_response(expected, taught)
     for index in taught:
         torch.testing.assert_close(with_them[index], without[index], rtol=1e-6, atol=1e-7)
-    for index in set(everyone) - set(taught):
-        assert not with_them[index].any()
+    assert not any(with_them[index].any() for index in set(everyone) - set(taught))
     if len(taught) == len(scored):
         assert found.kl_in_reward == pytest.approx(expected.kl_in_reward, rel=1e-6)
 
 
 def test_unscored_greedy_response_is_no_baseline() -> None:
-    batch, algo = Batch(), AlgoConfig(advantage="remax")
     everyone = list(range(NUM_ANSWERS))
-    advantages = by_response(batch.estimated(everyone, algo, no_greedy=3), everyone)
+    advantages = by_response(Batch().estimated(everyone, AlgoConfig(advantage="remax"), no_greedy=3), everyone)
     assert not any(advantages[index].any() for index in range(12, 16))
     assert advantages[0].any()
 
@@ -226,22 +211,17 @@ def test_no_advantage_without_scores() -> None:
         assert not found.batch.advantages.any()
 
 
-NO_WARM_START = "warm_start.enabled=false"
-SOMETIMES = "data.scorer=tests.rollout.odd_scorers:fails_on_odd_lengths"
-ALWAYS = "data.scorer=tests.rollout.odd_scorers:fails_always"
+def with_scorer(root: Path, scorer: str, *overrides: str) -> SmallRun:
+    return prepare(root, "warm_start.enabled=false", f"data.scorer=tests.rollout.odd_scorers:{scorer}", *overrides)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algo=grpo", "trainer.mini_batch_size=4", "algo.kl.where=loss", "algo.dynamic_sampling.enabled=true"),
-        ("algo=remax",),
-        ("algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "reward.num_processes=1"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("overrides", [
+    ("algo=grpo", "trainer.mini_batch_size=4", "algo.kl.where=loss", "algo.dynamic_sampling.enabled=true"),
+    ("algo=remax",),
+    ("algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "reward.num_processes=1"),
+], ids=" ".join)  # fmt: skip
 def test_occasional_scorer_failures_keep_steps_finite(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    run = prepare(tmp_path, NO_WARM_START, SOMETIMES, *overrides)
+    run = with_scorer(tmp_path, "fails_on_odd_lengths", *overrides)
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         steps = train(run, group, 2)
     for step in steps:
@@ -251,12 +231,11 @@ def test_occasional_scorer_failures_keep_steps_finite(tmp_path: Path, overrides:
 
 
 def test_unscored_step_raises_and_keeps_weights(tmp_path: Path) -> None:
-    run = prepare(tmp_path, NO_WARM_START, ALWAYS, "algo.dynamic_sampling.enabled=true")
+    run = with_scorer(tmp_path, "fails_always", "algo.dynamic_sampling.enabled=true")
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         before = {name: value.clone() for name, value in group.each(Worker.full_weights)[0].items()}
-        with pytest.raises(
-            UnscoredError, match=r"^step 1: has no metrics, for \d+ responses have no score; .* always$"
-        ):
+        rule = r"^step 1: has no metrics, for \d+ responses have no score; .* always$"
+        with pytest.raises(UnscoredError, match=rule):
             train(run, group, 1)
         after = group.each(Worker.full_weights)[0]
     assert all(torch.equal(value, after[name]) for name, value in before.items())

@@ -19,10 +19,8 @@ TOTALS = {4: (0.0, 1.0, 2.0), 9: (0.0, 1.0, 2.0)}
 
 @pytest.mark.parametrize("greedy", [False, True])
 def test_validate_collects_responses_by_problem(greedy: bool) -> None:
-    config = load_config(
-        ["experiment=debug", "validation.samples_per_problem=3", f"validation.greedy={greedy}",
-         "validation.sampling.temperature=0.5", "seed=8"]
-    )  # fmt: skip
+    words = ("validation.samples_per_problem=3", f"validation.greedy={greedy}", "validation.sampling.temperature=0.5")
+    config = load_config(["experiment=debug", *words, "seed=8"])
     answerer, kept = Written(config, TOTALS), []
     found = validate(
         answerer, PROMPTS, name="after", step=5, policy_version=4, suite="abc",
@@ -30,19 +28,19 @@ def test_validate_collects_responses_by_problem(greedy: bool) -> None:
     )  # fmt: skip
     assert (found.name, found.step, found.policy_version, found.suite) == ("after", 5, 4, "abc")
     assert (found.data_source, found.settings) == ("countdown", config.validation.evaluation)
-    first, second = found.problems
-    assert [answer.text for answer in first.samples] == ["4.0", "4.1", "4.2"]
-    assert [answer.text for answer in second.samples] == ["9.0", "9.1", "9.2"]
+    texts = [[answer.text for answer in one.samples] for one in found.problems]
+    assert texts == [["4.0", "4.1", "4.2"], ["9.0", "9.1", "9.2"]]
     assert [one.greedy and one.greedy.text for one in found.problems] == (["4.0", "9.0"] if greedy else [None, None])
     assert answerer.temperatures == [0.5, 0.0][: 1 + greedy]
     asked = [request for requests in answerer.asked for request in requests]
     episodes = {one.environment_seed for one in asked}
     assert episodes == {response_seed(1, VALIDATION_STREAM, 0, group, 2**32 - 1) for group in (0, 1)}, "by data.seed"
     assert kept == [(6, False), (2, True)][: 1 + greedy]
-    assert (second.prompt_id, second.difficulty, second.prompt_text, second.ground_truth_json, second.data_source) == (
-        9, 0, "7", '{"a": 1}', "countdown"
-    )  # fmt: skip
-    assert (first.difficulty, first.prompt_text) == (2, "5 6")
+    facts = [
+        (one.prompt_id, one.difficulty, one.prompt_text, one.ground_truth_json, one.data_source)
+        for one in found.problems
+    ]
+    assert facts == [(4, 2, "5 6", "{}", "countdown"), (9, 0, "7", '{"a": 1}', "countdown")]
     seeds = [response_seed(8, VALIDATION_STREAM, 0, group, sample) for group in (0, 1) for sample in (0, 1, 2)]
     assert [request.seed for request in asked[:6]] == seeds, "independent of the step"
     several = [PROMPTS[0], replace(PROMPTS[1], data_source="other")]
