@@ -18,13 +18,13 @@ from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
 from rlcore.report.plots import Series, without_first_step
-from rlcore.tracking.cost import gpu_seconds
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
     WORKERS,
     EventRecord,
     JournalContents,
     StepRecord,
+    gpu_seconds,
     load_journal,
     missing_steps,
 )
