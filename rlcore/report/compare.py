@@ -13,7 +13,7 @@ from rlcore.config.base import covers
 from rlcore.config.fingerprint import fixed_settings
 from rlcore.config.problems import mask_secrets, plain_text
 from rlcore.evaluation.stats import Interval
-from rlcore.report.document import NO_VALUE, Cell, Finding, Row, Table, Tile, fixed, signed_interval, table
+from rlcore.report.document import NO_VALUE, Cell, Finding, Table, Tile, fixed, signed_interval, table
 from rlcore.report.held_out import paired_runs
 from rlcore.report.panels import Groups, num_seeds
 from rlcore.report.record import RunRecord, Runs
@@ -133,10 +133,8 @@ def comparison_findings(runs: Runs, groups: Groups) -> Iterator[Finding]:
     for label, group in groups.items():
         found = _reward_of(group)
         if found is not None and found.num_seeds > 1:
-            text = (
-                f"{label}: {group[0].reward_statistic} {fixed(found.mean.value)}, "
-                f"{fixed(found.lowest)} to {fixed(found.highest)}."
-            )
+            ends = f"{fixed(found.lowest)} to {fixed(found.highest)}"
+            text = f"{label}: {group[0].reward_statistic} {fixed(found.mean.value)}, {ends}."
             yield Finding("Over seeds", f"{found.num_seeds} seeds", "", text, rule, {label: asdict(found)})
     if len(groups) > 1:
         yield _best(groups)
@@ -200,14 +198,8 @@ def run_table(runs: Runs, groups: Groups) -> Table:
 def settings_table(runs: Runs) -> Table:
     """Return a table of the settings that differ, with the value of each run."""
     differing = differing_settings(list(runs.values()))
-    rows: list[Row] = [
-        (
-            key,
-            *(Cell(plain_text(each), each) for each in row),
-            "Fingerprint of the user's code" if key == CODE else describe_setting(key),
-        )
-        for key, row in differing.items()
-    ]
+    meanings = {key: describe_setting(key) for key in differing} | {CODE: "Fingerprint of the user's code"}
+    rows = [(key, *(Cell(plain_text(each), each) for each in row), meanings[key]) for key, row in differing.items()]
     note = "All other settings are equal; names, tags, paths and tracking are not compared. "
     note += "Settings that a resume may change, such as runtime.*, do not separate groups."
     return table("settings", "Settings that differ",

@@ -57,6 +57,10 @@ class WandbSink:
         import wandb
 
         where = attempt.destination
+        settings = wandb.Settings(
+            console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False,
+            init_timeout=INIT_TIMEOUT_S,
+        )  # fmt: skip
         self._run = wandb.init(
             project=where.experiment,
             id=run_dir.name,
@@ -65,14 +69,7 @@ class WandbSink:
             config=dict(where.settings),
             group=str(where.settings["name"]),
             resume="allow",
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                x_disable_stats=True,
-                disable_git=True,
-                save_code=False,
-                init_timeout=INIT_TIMEOUT_S,
-            ),
+            settings=settings,
         )
 
     def log(self, record: StepRecord) -> None:
@@ -153,8 +150,7 @@ class Sinks:
     def _guard(self, name: str, do: Callable[[], None]) -> None:
         try:
             do()
-        except Exception as error:
-            # any error of a tracker, its files or the network
+        except Exception as error:  # any error of a tracker, its files or the network
             self._sinks.pop(name, None)
             reason = mask_secrets(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             text = "%s receives no more metrics of this run (%s). When it works again: millrace sync %s"
