@@ -13,7 +13,7 @@ from rlcore.config.base import covers
 from rlcore.config.fingerprint import fixed_settings
 from rlcore.config.problems import mask_secrets, plain_text
 from rlcore.evaluation.stats import Interval
-from rlcore.report.document import NO_VALUE, Cell, Finding, Table, Tile, fixed, signed_interval, table
+from rlcore.report.document import NO_VALUE, Cell, Finding, Row, Table, Tile, fixed, signed_interval, table
 from rlcore.report.held_out import paired_runs
 from rlcore.report.panels import Groups, num_seeds
 from rlcore.report.record import RunRecord, Runs
@@ -199,7 +199,9 @@ def settings_table(runs: Runs) -> Table:
     """Return a table of the settings that differ, with the value of each run."""
     differing = differing_settings(list(runs.values()))
     meanings = {key: describe_setting(key) for key in differing} | {CODE: "Fingerprint of the user's code"}
-    rows = [(key, *(Cell(plain_text(each), each) for each in row), meanings[key]) for key, row in differing.items()]
+    rows: list[Row] = [
+        (key, *(Cell(plain_text(each), each) for each in row), meanings[key]) for key, row in differing.items()
+    ]
     note = "All other settings are equal; names, tags, paths and tracking are not compared. "
     note += "Settings that a resume may change, such as runtime.*, do not separate groups."
     return table("settings", "Settings that differ",

@@ -70,7 +70,7 @@ def convergence_finding(record: RunRecord) -> Finding:
         verdict, tone, text = "yes", "good", f"no longer changes: {shown}"
     elif trend.value < 0:
         verdict, tone, text = "falling", "bad", f"was falling: {shown}"
-    values = {"change": asdict(trend), "num_steps": num_steps}
+    values: dict[str, JsonValue] = {"change": asdict(trend), "num_steps": num_steps}
     return finding(verdict, tone, f"The training reward {text}.", numbers=values)
 
 
