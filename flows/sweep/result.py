@@ -25,8 +25,7 @@ from rlcore.config.sweep import Sweep, format_point
 from rlcore.errors import is_stop
 from rlcore.score import HELD_OUT_REWARD
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
-from rlcore.tracking.cost import GPU_SECONDS, gpu_seconds
-from rlcore.tracking.journal import JOURNAL_FILE
+from rlcore.tracking.journal import GPU_SECONDS, JOURNAL_FILE, gpu_seconds
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 
 FORMAT_VERSION = 2

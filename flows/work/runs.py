@@ -31,9 +31,8 @@ from rlcore.storage.documents import READ_BLOCK_BYTES, files_of, open_ordinary, 
 from rlcore.storage.locks import RUN_LOCK, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import Destination, read_attempts
 from rlcore.tracking.connection import explain_error, has_store
-from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.delivery import read_state, sync_run
-from rlcore.tracking.journal import EventRecord, StepRecord, iter_lines
+from rlcore.tracking.journal import GPU_SECONDS, EventRecord, StepRecord, iter_lines
 from rlcore.tracking.lineage import read_origin
 from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_ids
 

@@ -13,16 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlcore.config import EvaluationConfig
 from rlcore.errors import DataError
-from rlcore.evaluation.stats import (
-    Array,
-    Interval,
-    PairedDifference,
-    majority,
-    mean_intervals,
-    paired_difference,
-    pass_all_at_k,
-    pass_at_k,
-)
+from rlcore.evaluation import stats
+from rlcore.evaluation.stats import Array, Interval
 from rlcore.score import HELD_OUT_REWARD, Score
 from rlcore.storage.documents import first_problem
 from rlcore.storage.publish import write_json_atomically
@@ -111,7 +103,7 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
     counts = {len(problem.samples) for problem in problems}
     if len(counts) > 1:
         raise DataError(f"problems of a validation: each needs the same number of samples, got {sorted(counts)}")
-    return counts.pop() if counts else 0
+    return max(counts, default=0)
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
@@ -123,16 +115,12 @@ def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
     if k:
         solved = np.array([problem.num_solved for problem in problems])
         counts = np.array([len(problem.scored_samples) for problem in problems])
+        votes = [[(one.vote, float(one.solved)) for one in problem.scored_samples] for problem in problems]
         found = {
             f"reward/mean_at_{k}": np.array([problem.mean_score for problem in problems]),
-            f"reward/pass_at_{k}": pass_at_k(counts, solved, counts),
-            f"reward/pass_all_at_{k}": pass_all_at_k(counts, solved, counts),
-            f"reward/maj_at_{k}": np.array(
-                [
-                    majority([a.vote for a in each.scored_samples], [float(a.solved) for a in each.scored_samples])
-                    for each in problems
-                ]
-            ),
+            f"reward/pass_at_{k}": stats.pass_at_k(counts, solved, counts),
+            f"reward/pass_all_at_{k}": stats.pass_all_at_k(counts, solved, counts),
+            f"reward/maj_at_{k}": np.array([stats.majority(*zip(*each, strict=True)) for each in votes]),
             f"acc/mean_at_{k}": solved / counts,
         }
     greedy = [problem.greedy for problem in problems if problem.greedy is not None]
@@ -176,18 +164,15 @@ class ValidationResult:
         """Return the mean of each column, Float[P], with its confidence interval."""
         if not columns:
             return {}
-        table = np.stack(list(columns.values()), axis=1)
-        confidence, num_resamples = self.settings.confidence, self.settings.num_resamples
-        found = mean_intervals(table, confidence=confidence, num_resamples=num_resamples)
+        table, settings = np.stack(list(columns.values()), axis=1), self.settings
+        found = stats.mean_intervals(table, confidence=settings.confidence, num_resamples=settings.num_resamples)
         return dict(zip(columns, found, strict=True))
 
     @property
     def failures(self) -> list[str]:
         """The reasons for missing scores, one for each response without a score."""
-        responses = [
-            each for problem in self.problems for each in (*problem.samples, problem.greedy) if each is not None
-        ]
-        return [response.failure for response in responses if response.failure is not None]
+        responses = (each for problem in self.problems for each in (*problem.samples, problem.greedy))
+        return [each.failure for each in responses if each is not None and each.failure is not None]
 
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
@@ -255,19 +240,17 @@ class Comparison:
     num_problems: int
     first: Interval
     second: Interval
-    paired: PairedDifference
+    paired: stats.PairedDifference
 
 
 def pass_curve(result: ValidationResult) -> dict[int, Interval]:
     """Return pass_at_k with its interval for k = 1, 2, 4, ... and for k equal to the number of samples."""
     result = result.scored_only
-    num_samples = result.num_samples
-    if not num_samples:
-        return {}
-    ks = sorted({*(2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples), num_samples})
+    k = result.num_samples
+    ks = sorted({*(2**power for power in range(k.bit_length())), k} - {0})
     right = [problem.num_solved for problem in result.problems]
     counts = [len(problem.scored_samples) for problem in result.problems]
-    found = result.intervals_of({str(k): pass_at_k(counts, right, np.minimum(k, counts)) for k in ks})
+    found = result.intervals_of({str(k): stats.pass_at_k(counts, right, np.minimum(k, counts)) for k in ks})
     return {int(k): interval for k, interval in found.items()}
 
 
@@ -292,9 +275,9 @@ def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparis
     second = replace(second, problems=tuple(other for _, other in pairs))
     first_values, second_values = problem_statistics(first.problems), problem_statistics(second.problems)
     settings = second.settings
-    pair = partial(paired_difference, confidence=settings.confidence, num_resamples=settings.num_resamples)
-    found = []
-    for name in (name for name in first_values if name in second_values):
-        paired = pair(first_values[name], second_values[name])
-        found.append(Comparison(name, len(pairs), first.intervals[name], second.intervals[name], paired))
-    return tuple(found)
+    pair = partial(stats.paired_difference, confidence=settings.confidence, num_resamples=settings.num_resamples)
+    return tuple(
+        Comparison(name, len(pairs), first.intervals[name], second.intervals[name], pair(values, second_values[name]))
+        for name, values in first_values.items()
+        if name in second_values
+    )

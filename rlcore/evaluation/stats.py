@@ -48,8 +48,7 @@ def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) ->
     >>> pass_at_k([4, 4], [2, 1], 2).round(4).tolist()
     [0.8333, 0.5]
     """
-    total, correct, drawn = _counts(num_responses, num_correct, k)
-    return 1.0 - _all_of_k(total, total - correct, drawn)
+    return 1.0 - pass_all_at_k(num_responses, np.subtract(num_responses, num_correct), k)
 
 
 def pass_all_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
@@ -59,25 +58,16 @@ def pass_all_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike
     >>> pass_all_at_k([4, 4], [2, 4], 2).round(4).tolist()
     [0.1667, 1.0]
     """
-    total, correct, drawn = _counts(num_responses, num_correct, k)
-    return _all_of_k(total, correct, drawn)
-
-
-def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> tuple[Array, Array, Array]:
     total, correct = np.asarray(num_responses, dtype=float), np.asarray(num_correct, dtype=float)
     drawn = np.broadcast_to(np.asarray(k, dtype=float), total.shape)
     if (drawn < 1).any() or (total < drawn).any():
         raise ValueError(f"k must be 1 to the number of responses, got {k!r} with {total.min():.0f} responses")
     if (correct < 0).any() or (correct > total).any():
         raise ValueError("the number of correct responses must be 0 to the number of responses")
-    return total, correct, drawn
-
-
-def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
-    """Return `C(chosen, k) / C(total, k)` as a product of k ratios, which cannot overflow."""
-    before = np.arange(k.max(initial=0))  # responses drawn before the response of this factor
+    # a product of k ratios, which cannot overflow
+    before = np.arange(drawn.max(initial=0))  # responses drawn before the response of this factor
     left = np.maximum(total[:, None] - before, 1.0)
-    factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
+    factors = np.where(before < drawn[:, None], np.clip(correct[:, None] - before, 0.0, None) / left, 1.0)
     return np.asarray(factors.prod(axis=1))
 
 

@@ -13,21 +13,8 @@ from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison
-from rlcore.report import compare, held_out, page, panels, run_sections
-from rlcore.report.document import (
-    Block,
-    Finding,
-    Report,
-    Section,
-    Table,
-    Tile,
-    cell,
-    compact,
-    duration,
-    fixed,
-    short,
-    table,
-)
+from rlcore.report import compare, document, held_out, page, panels, run_sections
+from rlcore.report.document import Block, Finding, Report, Section, Table, Tile, cell, compact, duration, fixed
 from rlcore.report.findings import check_table, findings_of
 from rlcore.report.page import sample_table
 from rlcore.report.panels import Groups
@@ -105,10 +92,12 @@ def _json_of(report: Report) -> dict[str, JsonValue]:
         "tables": {
             found.name: {
                 "title": found.title,
-                "columns": [column.title for column in found.columns],
+                "columns": list(found.columns),
                 "rows": [[cell.value for cell in row] for row in found.rows],
             }
-            for found in report.tables()
+            for section in report.sections
+            for found in section.blocks
+            if isinstance(found, Table)
         },
     }
 
@@ -139,13 +128,9 @@ def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
     if not others:
         yield Section("configuration", "Configuration", (run_sections.settings_table(first.config),))
         yield Section("origin", "Origin", tuple(run_sections.origin(first)))
-    events = [] if others else [_events(first)]
-    yield Section("journal", "Journal", (*events, panels.last_values(runs)))
-
-
-def _events(record: RunRecord) -> Table:
-    rows = [(event.step, event.name, json.dumps(event.data, ensure_ascii=False)) for event in record.events]
-    return table("events", "Events", {"Step": "number", "Event": "code", "Data": "code"}, rows)
+    rows = [(event.step, event.name, json.dumps(event.data, ensure_ascii=False)) for event in first.events]
+    events = document.table("events", "Events", {"Step": "number", "Event": "code", "Data": "code"}, rows)
+    yield Section("journal", "Journal", (*([] if others else [events]), panels.last_values(runs)))
 
 
 def _comparison_head(runs: Runs, groups: Groups, sections: tuple[Section, ...]) -> Report:
@@ -165,8 +150,7 @@ def _comparison_head(runs: Runs, groups: Groups, sections: tuple[Section, ...]) 
 
 
 def _run_head(record: RunRecord, failure: str, sections: tuple[Section, ...]) -> Report:
-    total, config = record.config.total_steps, record.config
-    workers = config.runtime.num_workers
+    total, config, workers = record.config.total_steps, record.config, record.config.runtime.num_workers
     batch = f"{config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} responses per step"
     done = f"all {total} steps"
     if config.is_supervised:
@@ -175,9 +159,8 @@ def _run_head(record: RunRecord, failure: str, sections: tuple[Section, ...]) ->
         genre="run report",
         title=record.run_id,
         subtitle=(
-            f"{run_sections.algorithm_of(config)} · {config.data.task} · {run_sections.model_of(config)} · "
-            f"seed {config.seed} "
-            f"· {batch} · {workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
+            f"{run_sections.algorithm_of(config)} · {config.data.task} · {run_sections.model_of(config)} · seed "
+            f"{config.seed} · {batch} · {workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
         ),
         state=done if record.is_complete else f"step {record.last_step} of {total}",
         state_tone="bad" if failure else "good" if record.is_complete else "watch",
@@ -211,8 +194,7 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
         yield from (_gain_tile(label, rows[name]) for name, label in wanted.items() if name in rows)
     elif held_out:
         step, found = held_out[-1]
-        ends = f"[{fixed(found.low)}, {fixed(found.high)}], step {step}"
-        yield Tile("Held-out reward", fixed(found.value), ends)
+        yield Tile("Held-out reward", fixed(found.value), f"[{fixed(found.low)}, {fixed(found.high)}], step {step}")
     elif reward is not None:
         shown = f"{fixed(first_tenth(reward))} → {fixed(last_tenth(reward))}"
         yield Tile("Training reward", shown, "first and last tenth of the steps")
@@ -220,10 +202,9 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
         at = record.after.step if record.after is not None else loss.index[-1]
         yield Tile("Held-out loss", f"{fixed(loss.iloc[0])} → {fixed(loss.get(at))}", f"nats/token, step {at}")
     if record.seconds is not None:
-        detail = f"{short(record.tokens.iloc[-1])} tokens" if record.tokens is not None else ""
+        detail = f"{document.short(record.tokens.iloc[-1])} tokens" if record.tokens is not None else ""
         count = len(record.training_steps)
-        label = f"{count} training step{'s' if count != 1 else ''}"
-        yield Tile(label, duration(record.seconds.iloc[-1]), detail)
+        yield Tile(f"{count} training step{'s' if count != 1 else ''}", duration(record.seconds.iloc[-1]), detail)
     if record.gpu_seconds is not None:
         yield Tile("GPU time", duration(record.gpu_seconds))
     if (throughput := record.series("perf/throughput")) is not None:

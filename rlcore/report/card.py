@@ -67,11 +67,10 @@ def model_card(record: RunRecord, step: int, name: str, evaluations: Sequence[Va
         for key, value in settings_of(config).items()
         if defaults.get(key, ...) != value and not any(covers(section, key) for section in _PRIVATE)
     }
-    confidence = f"{config.validation.confidence:.0%}"
     parts = (
         f"# {name}\n\n{base} after {step:,} steps of reinforcement learning with Millrace.",
         _table(("", ""), facts.items()),
-        f"## Scores\n\nMeans over problems with {confidence} intervals.",
+        f"## Scores\n\nMeans over problems with {config.validation.confidence:.0%} intervals.",
         _table(("set", "figure", "value", "problems"), scores) if scores else "These weights were not evaluated.",
         f"## Held-out {record.reward_statistic}",
         _table(("step", "value"), curve) if curve else "The run has no validation.",
@@ -86,8 +85,7 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
     if path is None:
         return None, "A randomly initialized model", None
     if path in _PUBLISHED:
-        base, license_name = _PUBLISHED[path]
-        return base, base, license_name
+        return _PUBLISHED[path][0], *_PUBLISHED[path]
     folder = expand_path(path)
     base_id, base = (None, folder.name) if folder.is_dir() else (path, path)
     try:
@@ -101,8 +99,7 @@ def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
     """Yield one result for the held-out set and one for each suite. Of several results at `step`, the result with the
     most problems is chosen."""
     for results in (record.validations, *record.suites.values()):
-        of_step = [result for result in results.values() if result.step == step]
-        if of_step:
+        if of_step := [result for result in results.values() if result.step == step]:
             yield max(of_step, key=lambda result: len(result.problems))
 
 

@@ -135,10 +135,8 @@ def comparison_findings(runs: Runs, groups: Groups) -> Iterator[Finding]:
     for label, group in groups.items():
         found = _reward_of(group)
         if found is not None and found.num_seeds > 1:
-            text = (
-                f"{label}: {group[0].reward_statistic} {fixed(found.mean.value)}, "
-                f"{fixed(found.lowest)} to {fixed(found.highest)}."
-            )
+            ends = f"{fixed(found.lowest)} to {fixed(found.highest)}"
+            text = f"{label}: {group[0].reward_statistic} {fixed(found.mean.value)}, {ends}."
             yield Finding("Over seeds", f"{found.num_seeds} seeds", "", text, rule, {label: asdict(found)})
     if len(groups) > 1:
         yield _best(groups)
@@ -202,13 +200,9 @@ def run_table(runs: Runs, groups: Groups) -> Table:
 def settings_table(runs: Runs) -> Table:
     """Return a table of the settings that differ, with the value of each run."""
     differing = differing_settings(list(runs.values()))
+    meanings = {key: describe_setting(key) for key in differing} | {CODE: "Fingerprint of the user's code"}
     rows: list[Row] = [
-        (
-            key,
-            *(Cell(plain_text(each), each) for each in row),
-            "Fingerprint of the user's code" if key == CODE else describe_setting(key),
-        )
-        for key, row in differing.items()
+        (key, *(Cell(plain_text(each), each) for each in row), meanings[key]) for key, row in differing.items()
     ]
     note = "All other settings are equal; names, tags, paths and tracking are not compared. "
     note += "Settings that a resume may change, such as runtime.*, do not separate groups."

@@ -25,22 +25,10 @@ class Cell:
 
 
 Kind = Literal["text", "code", "number", "score", "share", "percent", "seconds", "signed", "difference"]
+"""The kind of a column. A value of the kind `difference` is an interval and is marked as good or bad."""
 Value = Cell | Interval | str | float | None
 """The content of a cell before formatting."""
 Row = tuple[Value, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table. A value of the kind `difference` is an interval and is marked as good or bad."""
-
-    title: str
-    kind: Kind = "text"
-
-    @property
-    def style(self) -> str:
-        """The CSS class of the column. Numbers are right-aligned, and code is monospaced."""
-        return self.kind if self.kind in ("text", "code") else "number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +37,15 @@ class Table:
 
     name: str
     title: str
-    columns: tuple[Column, ...]
+    columns: Mapping[str, Kind]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
     folded: bool = False
+
+    @property
+    def styles(self) -> list[str]:
+        """The CSS class of each column. Numbers are right-aligned, and code is monospaced."""
+        return [kind if kind in ("text", "code") else "number" for kind in self.columns.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +126,6 @@ class Report:
     facts: tuple[str, ...] = ()
     failure: str = ""
 
-    def tables(self) -> Sequence[Table]:
-        """Return all tables, in order."""
-        return [block for section in self.sections for block in section.blocks if isinstance(block, Table)]
-
 
 NO_VALUE = "–"
 """The text of a missing value."""
@@ -196,18 +185,17 @@ def signed(value: float) -> str:
     return fixed(0.0) if abs(value) < 0.0005 else f"{value:+,.3f}".replace("-", "−")
 
 
-def interval(found: Interval) -> str:
+def interval(found: Interval, shown: Callable[[float], str] = fixed) -> str:
     """Format a score and its interval.
 
     >>> interval(Interval(0.5, 0.41, 0.59))
     '0.500 [0.410, 0.590]'
     """
-    return f"{fixed(found.value)} [{fixed(found.low)}, {fixed(found.high)}]"
+    return f"{shown(found.value)} [{shown(found.low)}, {shown(found.high)}]"
 
 
-def signed_interval(found: Interval) -> str:
-    """Format a difference and its interval, with signs."""
-    return f"{signed(found.value)} [{signed(found.low)}, {signed(found.high)}]"
+signed_interval = partial(interval, shown=signed)
+"""A function that formats a difference and its interval, with signs."""
 
 
 def percent(share: float | None, decimals: int = 0) -> str:
@@ -251,7 +239,7 @@ def table(
 ) -> Table:
     """Build a table. `columns`: the title of each column and the kind of its values."""
     cells = tuple(tuple(cell(value, kind) for value, kind in zip(row, columns.values(), strict=True)) for row in rows)
-    return Table(name, title, tuple(Column(*column) for column in columns.items()), cells, note, folded)
+    return Table(name, title, columns, cells, note, folded)
 
 
 def cell(value: Value, kind: Kind = "number", unit: str = "") -> Cell:

@@ -6,20 +6,8 @@ from functools import partial
 
 from pydantic import JsonValue
 
-from rlcore.report.document import (
-    Cell,
-    Finding,
-    Kind,
-    Table,
-    Tone,
-    compact,
-    duration,
-    fixed,
-    interval,
-    percent,
-    signed_interval,
-    table,
-)
+from rlcore.report import document
+from rlcore.report.document import Cell, Finding, Table, Tone, compact, duration, fixed, interval, percent
 from rlcore.report.plots import MIN_STEPS, Series, first_tenth, last_tenth, last_third, late_mean, smooth, trend_of
 from rlcore.report.record import RunRecord
 from rlcore.report.run_sections import PHASES, mean_phases
@@ -46,48 +34,36 @@ def findings_of(record: RunRecord) -> tuple[Finding, ...]:
 
 def learning_finding(record: RunRecord) -> Finding:
     """Return a finding about whether the held-out reward rose."""
-    rule = (
-        "Mean difference after − before on the same held-out problems; learned if its interval excludes 0, with "
-        f"at least {MIN_PROBLEMS} problems."
-    )
+    rule = "Mean difference after − before on the same held-out problems; learned if its interval excludes 0, with "
+    rule += f"at least {MIN_PROBLEMS} problems."
     finding = partial(Finding, "Learned", rule=rule)
     found = next((row for row in record.paired if row.statistic == record.reward_statistic), None)
     if found is None:
-        why = "There are no two validations on the same held-out problems."
-        return finding("not known", "muted", why)
+        return finding("not known", "muted", "There are no two validations on the same held-out problems.")
     gain, wins, losses = found.paired.difference, found.paired.wins, found.paired.losses
-    tone: Tone = "good"
-    went, verdict, end = "rose", "yes", ""
+    tone: Tone = "good" if gain.value >= 0 else "bad"
+    went, verdict, end = ("rose", "yes", "") if gain.value >= 0 else ("fell", "got worse", "")
     if not gain.excludes_zero or found.num_problems < MIN_PROBLEMS:
         went, verdict, tone, end = "went", "no change found", "watch", ", which may be chance"
-    elif gain.value < 0:
-        went, verdict, tone = "fell", "got worse", "bad"
     text = (
         f"The held-out reward {went} from {interval(found.first)} to {interval(found.second)}: "
-        f"{signed_interval(gain)}{end}; better on {wins}, worse on {losses} of {found.num_problems} problems."
+        f"{document.signed_interval(gain)}{end}; better on {wins}, worse on {losses} of {found.num_problems} problems."
     )
-    values: dict[str, JsonValue] = {
-        "difference": asdict(gain),
-        "wins": wins,
-        "losses": losses,
-        "num_problems": found.num_problems,
-    }
-    return finding(verdict, tone, text, numbers=values)
+    counts = {"wins": wins, "losses": losses, "num_problems": found.num_problems}
+    return finding(verdict, tone, text, numbers={"difference": asdict(gain), **counts})
 
 
 def convergence_finding(record: RunRecord) -> Finding:
     """Return a finding about whether the training reward has stopped changing."""
-    rule = (
-        "Least-squares trend of the training reward over the last third of the steps: still changing if its 95% "
-        f"interval excludes 0 and its size is at least {SMALLEST_CHANGE:g} of the score range; otherwise converged."
-    )
+    rule = "Least-squares trend of the training reward over the last third of the steps: still changing if its 95% "
+    rule += f"interval excludes 0 and its size is at least {SMALLEST_CHANGE:g} of the score range; otherwise converged."
     finding = partial(Finding, "Converged", rule=rule)
     series = record.series("critic/score/mean")
     trend = None if series is None else trend_of(series)
     if series is None or trend is None:
         return finding("not known", "muted", f"A trend needs {MIN_STEPS} steps in the last third of the run.")
     num_steps = len(last_third(series))
-    shown = f"{signed_interval(trend)} over the last {num_steps} steps"
+    shown = f"{document.signed_interval(trend)} over the last {num_steps} steps"
     tone: Tone = "watch"
     verdict, text = "still rising", f"was still rising: {shown}. More steps would likely help"
     if not trend.excludes_zero or abs(trend.value) < SMALLEST_CHANGE * score_range(record):
@@ -129,8 +105,8 @@ def learning_limit(record: RunRecord) -> Finding:
     if not limits:
         text = "No limit is reached: data, response length, overfitting or number of steps."
         return finding("nothing found", "good", text)
-    verdict, values = ", ".join(name for name, _, _ in limits), {name: value for name, value, _ in limits}
-    return finding(verdict, "watch", " ".join(text for _, _, text in limits), numbers=values)
+    names, values, texts = zip(*limits, strict=True)
+    return finding(", ".join(names), "watch", " ".join(texts), numbers=dict(zip(names, values, strict=True)))
 
 
 def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
@@ -204,8 +180,7 @@ def _largest(series: Series, record: RunRecord) -> CheckResult:
 
 
 def _late_share(limit: float, series: Series, record: RunRecord) -> CheckResult:
-    share = late_mean(series)
-    return percent(share, 1), share, share <= limit
+    return percent(share := late_mean(series), 1), share, share <= limit
 
 
 def _entropy(series: Series, record: RunRecord) -> CheckResult:
@@ -216,8 +191,7 @@ def _entropy(series: Series, record: RunRecord) -> CheckResult:
 
 
 def _explained(series: Series, record: RunRecord) -> CheckResult:
-    share = late_mean(series)
-    return fixed(share), share, share > 0
+    return fixed(share := late_mean(series)), share, share > 0
 
 
 _RULES: tuple[Rule, ...] = (
@@ -260,9 +234,7 @@ def _nonfinite(record: RunRecord) -> Check:
 def score_range(record: RunRecord) -> float:
     """Return the difference between the highest and lowest score of the run, or 1 if the difference is unknown or 0."""
     high, low = record.series("critic/score/max"), record.series("critic/score/min")
-    if high is None or low is None:
-        return 1.0
-    return float(high.max() - low.min()) or 1.0
+    return 1.0 if high is None or low is None else float(high.max() - low.min()) or 1.0
 
 
 _RESULTS = {
@@ -278,5 +250,6 @@ def check_table(record: RunRecord) -> Table:
         (check.name, _RESULTS[check.ok], Cell(check.measured, check.value), check.rule, check.metric)
         for check in stability_checks(record)
     ]
-    columns: dict[str, Kind] = {"Check": "text", "Result": "text", "Measured": "text", "Rule": "text", "Metric": "code"}
-    return table("checks", "Checks of stability", columns, rows)
+    return document.table("checks", "Checks of stability",
+                          {"Check": "text", "Result": "text", "Measured": "text", "Rule": "text", "Metric": "code"},
+                          rows)  # fmt: skip

@@ -68,13 +68,14 @@ _COMPARED: dict[str, Kind] = {"Metric": "code", "Before": "number", "After": "nu
 
 def _rows(results: ValidationPair, paired: Sequence[Comparison]) -> list[Row]:
     if paired:
-        return [
-            (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
-            for row in paired
-        ]
+        return [(one.statistic, one.first, one.second, *_difference(one)) for one in paired]
     columns = [result.intervals if result else {} for result in (results.get("before"), results.get("after"))]
     names = dict.fromkeys(name for column in columns for name in column)
     return [(name, *(column.get(name) for column in columns), *(None,) * 3) for name in names]
+
+
+def _difference(found: Comparison) -> tuple[Value, ...]:
+    return found.paired.difference, found.paired.wins, found.paired.losses
 
 
 def _result_table(record: RunRecord) -> Table:
@@ -92,7 +93,7 @@ def suite_table(record: RunRecord) -> Table | None:
     """Return a table of all statistics of all suites before and after training, or None if there are no suites."""
     rows: list[Row] = []
     for name, results in record.suites.items():
-        both = [result for label in ("before", "after") if (result := results.get(label)) is not None]
+        both = [results[label] for label in ("before", "after") if label in results]
         rows += [(name, *row) for row in _rows(results, compare(*both) if len(both) == 2 else ())]
     note = "Held-out sets without training data; intervals over the problems of each."
     return table("suites", "Suites", {"Suite": "code", **_COMPARED}, rows, note) if rows else None
@@ -114,11 +115,8 @@ def _paired_table(runs: Runs) -> Table:
         found, why = paired_runs(first, run)
         if not found:
             rows.append((label, Cell("–"), Cell(why, why, "muted"), *(Cell(""),) * 3))
-        rows += [
-            (label, row.statistic, row.paired.difference, row.paired.wins, row.paired.losses, row.num_problems)
-            for row in found
-            if row.statistic in run.core_statistics
-        ]
+        shown = [one for one in found if one.statistic in run.core_statistics]
+        rows += [(label, one.statistic, *_difference(one), one.num_problems) for one in shown]
     note = "Paired over problems, so their difficulty cancels. The variation between seeds is not included."
     return table("paired", "The same problems, run against run",
                  {"Run": "code", "Metric": "code", f"Difference from {base}": "difference", "Better on": "number",

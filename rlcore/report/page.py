@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,7 @@ def sample_table(record: RunRecord) -> Table:
             rows[kind].append((Cell(kind, kind, tone), problem.prompt_text, truth, *shown))
     columns: dict[str, Kind] = {"": "text", "Problem": "code", "Reference": "code", "Before": "code", "After": "code"}
     note = "The greedy response or the first sample. `millrace ui` shows every response."
-    return table(
-        "samples", "Responses before and after", columns, [row for found in rows.values() for row in found], note
-    )
+    return table("samples", "Responses before and after", columns, chain.from_iterable(rows.values()), note)
 
 
 def _words(answer: Response) -> str:

@@ -11,29 +11,9 @@ import pandas as pd
 
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config import RunConfig
-from rlcore.report import run_sections
+from rlcore.report import plots, run_sections
 from rlcore.report.document import Cell, Kind, Row, Table, Value, cell, compact, table
-from rlcore.report.plots import (
-    CYCLE,
-    FEW_POINTS,
-    LIGHT,
-    MAX_POINTS,
-    Chart,
-    Series,
-    first_tenth,
-    format_axes,
-    last_tenth,
-    late_mean,
-    plot_group,
-    plot_intervals,
-    plot_series,
-    series_of,
-    series_over,
-    smooth,
-    thin,
-    trend_of,
-    without_first_step,
-)
+from rlcore.report.plots import LIGHT, Chart, Series, first_tenth, last_tenth, late_mean, series_of, smooth, thin
 from rlcore.report.record import RunRecord, Runs
 from rlcore.tracking.catalog import describe
 
@@ -80,11 +60,11 @@ class Panel:
         if self.band is not None:
             low, high = (record.series(metric) for metric in self.band[:2])
             if low is not None and high is not None:
-                low, high = thin(low, MAX_POINTS), thin(high, MAX_POINTS)
+                low, high = thin(low, plots.MAX_POINTS), thin(high, plots.MAX_POINTS)
                 axes.fill_between(low.index, low, high, color=LIGHT["blue"], alpha=0.14, lw=0, label=self.band[2])
         found = [(series, look) for metric, look in self.lines.items() if (series := record.series(metric)) is not None]
         for series, look in [one for one in found if one[0].any()] or found[:1]:
-            plot_series(axes, series, *look)
+            plots.plot_series(axes, series, *look)
         statistics = record.core_statistics[: self.held_out]
         for place, (statistic, colour) in enumerate(zip(statistics, STATISTIC_COLOURS, strict=False)):
             points = record.held_out(statistic)
@@ -92,8 +72,8 @@ class Panel:
             aside = (place - (len(statistics) - 1) / 2) * 0.004 * (points[-1][0] - points[0][0] if points else 0)
             if points:
                 label = ("held-out " if self.lines else "") + statistic.removeprefix("reward/")
-                plot_intervals(axes, [(step + aside, interval) for step, interval in points], colour, label)
-        format_axes(axes, y=self.unit)
+                plots.plot_intervals(axes, [(step + aside, interval) for step, interval in points], colour, label)
+        plots.format_axes(axes, y=self.unit)
         if self.limit is not None and axes.lines:
             label, height = self.limit[0], self.limit[1](record.config)
             if height < 3 * axes.get_ylim()[1]:
@@ -107,8 +87,8 @@ def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
     for metric, (colour, label) in SUPERVISED[0].lines.items():
         points = [(each.step, each.metrics[metric]) for each in record.supervised_steps if metric in each.metrics]
         if (series := series_of(points)) is not None:
-            plot_series(axes, series, colour, label, smoothed=False)
-    format_axes(axes, y=panel.unit)
+            plots.plot_series(axes, series, colour, label, smoothed=False)
+    plots.format_axes(axes, y=panel.unit)
 
 
 def _has_critic(record: RunRecord) -> bool:
@@ -222,7 +202,7 @@ def _compared(groups: Groups, panel: Panel) -> Chart:
 
 def _metric(name: str, run: RunRecord) -> Series | None:
     series = run.series(name)
-    return series if series is None or len(series) <= FEW_POINTS else thin(smooth(series), MAX_POINTS)
+    return series if series is None or len(series) <= plots.FEW_POINTS else thin(smooth(series), plots.MAX_POINTS)
 
 
 def _draw(groups: Groups, find: GetSeries, totals: GetSeries, x_label: str, unit: str, figure: "Figure") -> None:
@@ -232,9 +212,9 @@ def _draw(groups: Groups, find: GetSeries, totals: GetSeries, x_label: str, unit
         if found:
             count = num_seeds([run for run, _ in found])
             seeds = f" ({count} seeds)" if count > 1 else ""
-            curves = [series_over(series, totals(run)) for run, series in found]
-            plot_group(axes, curves, CYCLE[place % len(CYCLE)], label + seeds)
-    format_axes(axes, x=x_label, y=unit, steps=x_label == "training step")
+            curves = [plots.series_over(series, totals(run)) for run, series in found]
+            plots.plot_group(axes, curves, plots.CYCLE[place % len(plots.CYCLE)], label + seeds)
+    plots.format_axes(axes, x=x_label, y=unit, steps=x_label == "training step")
 
 
 def num_seeds(runs: Sequence[RunRecord]) -> int:
@@ -303,8 +283,8 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
         Measure("Training reward, last tenth", REWARD, last_tenth, "score"),
         Measure("Training reward, best", REWARD, lambda each: smooth(each).max(), "score",
                 note="Highest moving mean, over 1/15 of the run."),
-        Measure("Trend of the training reward", REWARD, trend_of, "difference", note="Change of the fitted line over "
-                "the last third of the steps, with a 95% interval."),
+        Measure("Trend of the training reward", REWARD, plots.trend_of, "difference",
+                note="Change of the fitted line over the last third of the steps, with a 95% interval."),
         Measure("Held-out reward, last", "", _last, note="At the last validation, with its interval over problems.",
                 of_run=_last_held_out),
         Measure("Training less held-out reward", "", _last, "signed", note="A large gap indicates overfitting.",
@@ -328,7 +308,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
                 of_run=lambda run: run.steps[-1].time - run.steps[0].time if len(run.steps) > 1 else None),
         Measure("Seconds of training steps", STEP_S, pd.Series.sum, "seconds",
                 note="Sum over steps, without validation, checkpoints and start-up."),
-        Measure("Seconds per step", STEP_S, lambda each: without_first_step(each).mean(), "seconds",
+        Measure("Seconds per step", STEP_S, lambda each: plots.without_first_step(each).mean(), "seconds",
                 note="Mean without the first step (warm-up)."),
         Measure("Tokens trained on", "perf/total_num_tokens", pd.Series.sum, note="Sum over steps."),
         Measure("Throughput, median", "perf/throughput", pd.Series.median, unit="tokens/s/device"),

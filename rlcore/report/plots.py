@@ -54,30 +54,22 @@ _PNG_DPI = 160
 _NO_METADATA: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 SETTINGS: Any = {
     "font.size": 8.5,
-    "axes.labelcolor": LIGHT["muted"],
-    "axes.edgecolor": LIGHT["grey"],
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), LIGHT["muted"]),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), LIGHT["grey"]),
+    **dict.fromkeys(("legend.labelcolor", "text.color"), LIGHT["ink"]),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 8),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    "text.parse_math": False,  # a dollar in a name is no formula
     "axes.linewidth": 0.7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "grid.color": LIGHT["grid"],
-    "xtick.color": LIGHT["grey"],
-    "ytick.color": LIGHT["grey"],
-    "xtick.labelcolor": LIGHT["muted"],
-    "ytick.labelcolor": LIGHT["muted"],
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
     "ytick.major.size": 0,
-    "legend.frameon": False,
-    "legend.labelcolor": LIGHT["ink"],
-    "text.color": LIGHT["ink"],
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
     "svg.fonttype": "none",
     "svg.hashsalt": "millrace",  # reproducible bytes
-    "text.parse_math": False,  # a dollar in a name is no formula
 }
 _LEGEND_CHARACTERS, _KEY_CHARACTERS = 84, 6  # of a line of the legend, and of a line sample with its gaps
 SMOOTHING_SHARE = 15  # a smoothed curve is the mean over 1/15 of the run, and over at least 3 steps
@@ -230,14 +222,17 @@ def _inline_svg(svg: str, name: str, title: str) -> Markup:
 def plot_series(axes: "Axes", series: Series, colour: str, label: str, *, smoothed: bool = True) -> None:
     """Plot values and their moving mean. If `smoothed` is false or the values are few, plot only the values."""
     points = thin(series, MAX_POINTS)
-    few = len(series) <= FEW_POINTS
-    if few or not smoothed:
-        marker = "o" if few else ""
-        axes.plot(points.index, points, color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
+    if len(series) <= FEW_POINTS or not smoothed:
+        _plot_points(axes, points, colour, label)
         return
     mean = thin(smooth(series), MAX_POINTS)
     axes.plot(points.index, points, color=LIGHT[colour], alpha=0.28, linewidth=0.9)
     axes.plot(mean.index, mean, color=LIGHT[colour], label=f"{label} (mean of {window_of(series)} steps)")
+
+
+def _plot_points(axes: "Axes", points: Series, colour: str, label: str) -> None:
+    marker = "o" if len(points) <= FEW_POINTS else ""
+    axes.plot(points.index, points, color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
 
 
 def plot_intervals(
@@ -254,8 +249,7 @@ def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) 
     """Plot the curves of a group of runs. A single curve is plotted as it is. Several curves are plotted as their mean
     and a band from the lowest curve to the highest."""
     if len(curves) == 1:
-        marker = "o" if len(curves[0]) <= FEW_POINTS else ""
-        axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
+        _plot_points(axes, curves[0], colour, label)
         return
     band = band_of(curves)
     if band.index[0] == band.index[-1]:  # with one point each, a band has no width

@@ -18,13 +18,13 @@ from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
 from rlcore.report.plots import Series, without_first_step
-from rlcore.tracking.cost import gpu_seconds
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
     WORKERS,
     EventRecord,
     JournalContents,
     StepRecord,
+    gpu_seconds,
     load_journal,
     missing_steps,
 )
@@ -79,14 +79,12 @@ class RunRecord:
     @cached_property
     def tokens(self) -> Series | None:
         """Return the cumulative number of prompt and response tokens at each step."""
-        found = self.series("perf/total_num_tokens")
-        return None if found is None else found.cumsum()
+        return None if (found := self.series("perf/total_num_tokens")) is None else found.cumsum()
 
     @cached_property
     def seconds(self) -> Series | None:
         """Return the cumulative seconds of the training steps, which exclude validations and checkpoints."""
-        found = self.series("perf/time_per_step")
-        return None if found is None else found.cumsum()
+        return None if (found := self.series("perf/time_per_step")) is None else found.cumsum()
 
     @cached_property
     def gpu_seconds(self) -> float | None:
@@ -213,6 +211,7 @@ def read_run(run_dir: Path) -> RunRecord:
     except CheckpointError as error:
         missing.append(str(error))
     journal = _read_journal(run_dir / JOURNAL_FILE, missing)
+    suites = [suite.name for suite in origin.settings.validation.suites]
     missing += _journal_gaps(run_dir / JOURNAL_FILE, journal, checkpoints)
     record = RunRecord(
         run_dir,
@@ -222,10 +221,7 @@ def read_run(run_dir: Path) -> RunRecord:
         _read_validations(run_dir / "validation", missing),
         origin,
         (),
-        {
-            each.name: _read_validations(run_dir / "suites" / each.name, missing)
-            for each in origin.settings.validation.suites
-        },
+        {name: _read_validations(run_dir / "suites" / name, missing) for name in suites},
     )
     return replace(record, missing=(*missing, *_missing_parts(record)))
 
@@ -268,13 +264,10 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
     for file in sorted(folder.glob("*.json")):
         try:
             known = file.stat()
-            result = _read_validation(file, known.st_mtime_ns, known.st_size)
+            found[file.stem] = _read_validation(file, known.st_mtime_ns, known.st_size)
         except (MillraceError, OSError) as error:
             missing.append(f"validation/{file.name} is omitted: {error}")
-            continue
-        if result.problems:
-            found[file.stem] = result
-    return found
+    return {name: result for name, result in found.items() if result.problems}
 
 
 @lru_cache(maxsize=MAX_CACHED_VALIDATIONS)

@@ -113,11 +113,11 @@ def algorithm_of(config: RunConfig) -> str:
 
 def model_of(config: RunConfig) -> str:
     """Return a short name of the model."""
-    model = config.model
-    if model.path is not None:
-        return model.path.rstrip("/").rpartition("/")[2]
-    layers = f"{model.scratch.num_layers} layer{'' if model.scratch.num_layers == 1 else 's'}"
-    return f"randomly initialized model ({layers} of {model.scratch.hidden_size})"
+    if (path := config.model.path) is not None:
+        return path.rstrip("/").rpartition("/")[2]
+    shape = config.model.scratch
+    layers = f"{shape.num_layers} layer{'' if shape.num_layers == 1 else 's'}"
+    return f"randomly initialized model ({layers} of {shape.hidden_size})"
 
 
 PHASES: Mapping[str, tuple[str, str]] = {
@@ -152,8 +152,7 @@ def phase_seconds(record: RunRecord) -> pd.DataFrame:
 def mean_phases(record: RunRecord) -> dict[str, float]:
     """Return the mean seconds of each phase without the first step. Their sum is the mean time of a step."""
     found = phase_seconds(record)
-    means = found.iloc[min(1, len(found) - 1) :].mean()
-    return {str(name): float(seconds) for name, seconds in means.items()}
+    return {str(name): float(seconds) for name, seconds in found.iloc[min(1, len(found) - 1) :].mean().items()}
 
 
 def draw_phases(record: RunRecord, figure: "Figure") -> None:
@@ -186,8 +185,7 @@ def phase_table(record: RunRecord) -> Table:
     if phases:
         rows.append(("Step", record.step_s, 1.0, "timing_s/step"))
     for name, title in (("save_checkpoint", "Checkpoint"), ("testing", "Validation")):
-        series = record.series(f"timing_s/{name}")
-        if series is not None:
+        if (series := record.series(f"timing_s/{name}")) is not None:
             times = "once" if len(series) == 1 else f"{len(series)} times"
             if name == "save_checkpoint":  # every step has this metric, mostly 0
                 times = f"mean over {len(series)} steps"

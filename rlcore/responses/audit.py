@@ -48,9 +48,8 @@ class AuditFinding:
         )
 
 
-EMPTY, JUNK, COPIED, FORM, OTHERS = (
-    "empty response", "junk", "copy of the prompt", "form without content", "response to another problem"
-)  # fmt: skip
+EMPTY, JUNK, FORM = "empty response", "junk", "form without content"
+COPIED, OTHERS = "copy of the prompt", "response to another problem"
 _FIXED: dict[str, tuple[str, ...]] = {
     EMPTY: ("", " \n"),
     JUNK: ("asdf qwer !!", "0 0 0 0 0 0 0 0", "Let me think step by step. Therefore, the final answer is correct."),
@@ -74,8 +73,8 @@ def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding
     trials: dict[str, list[Trial]] = {}
     for one, score in zip(tried, scores, strict=True):
         trials.setdefault(one[0], []).append(Trial(*one, score))
-    paid = {kind: tuple(filter(_is_rewarded, mine)) for kind, mine in trials.items()}
-    return tuple(AuditFinding(kind, len(mine), paid[kind]) for kind, mine in trials.items() if paid[kind])
+    found = (AuditFinding(kind, len(mine), tuple(filter(_is_rewarded, mine))) for kind, mine in trials.items())
+    return tuple(finding for finding in found if finding.paid)
 
 
 def _is_rewarded(trial: Trial) -> bool:
@@ -87,9 +86,8 @@ def cases_of(folder: Path, num_cases: int) -> list[Case]:
     """Return at most `num_cases` problems, those whose stored responses have the highest scores. Raises DataError if no
     response is stored."""
     found = find_responses(folder, Query(sort="-score"))
-    problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
-        ["data_source", "prompt_id"], sort=False, dropna=False
-    )  # fmt: skip
+    keys = ["data_source", "prompt_id"]
+    problems = found.light.select(keys).to_pandas().groupby(keys, sort=False, dropna=False)
     number = problems.ngroup()
     chosen = [place for place in problems.head(_MAX_EXAMPLES).index if number[place] < num_cases]
     cases: dict[tuple[str, str], dict[str, None]] = {}

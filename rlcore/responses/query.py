@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -59,10 +60,9 @@ class Query:
             raise ConfigError(f"prompt: must be from 0 to {MAX_PROMPT_ID}, got {format_value(query.prompt)}")
         if query.search != query.search.encode(errors="ignore").decode():
             raise ConfigError(f"search: must be UTF-8 text, got {query.search!r}")
-        if query.each not in EACH:
-            raise ConfigError(f"each: must be answer or prompt, got {query.each!r}")
-        if query.kind not in KINDS:
-            raise ConfigError(f"kind: must be all, training or validation, got {query.kind!r}")
+        for name, value, allowed in (("each", query.each, EACH), ("kind", query.kind, KINDS)):
+            if value not in allowed:
+                raise ConfigError(f"{name}: must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}")
         if query.sort.removeprefix("-") not in SORTS:
             raise ConfigError(
                 f"sort: must be one of {', '.join(SORTS)}, optionally with a leading -, got {query.sort!r}"
@@ -106,10 +106,8 @@ class SearchResult:
         """Return the columns of the responses at positions `numbers`. Raises DataError if a file is unreadable."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
-        found: list[dict[str, Any]] = chosen.select(
-            [name for name in columns if name in chosen.column_names]
-        ).to_pylist()
-        names = [name for name in columns if name not in chosen.column_names]
+        known, names = ([name for name in columns if (name in chosen.column_names) == here] for here in (True, False))
+        found: list[dict[str, Any]] = chosen.select(known).to_pylist()
         for part in np.unique(parts):
             mine, path = np.flatnonzero(parts == part), self.parts[part]
             read = _read_rows(path, places[mine], names) if names else [{}] * len(mine)
@@ -131,12 +129,10 @@ def find_responses(folder: Path, query: Query) -> SearchResult:
         conditions.append(is_validation if query.kind == "validation" else ~is_validation)
     if query.prompt is not None:
         conditions.append(pc.field("prompt_id") == query.prompt)
-    for name, (low, high) in (("step", query.step), ("score", query.score)):
-        if low is not None:
-            conditions.append(pc.field(name) >= low)
-        if high is not None:
-            conditions.append(pc.field(name) <= high)
-    table = table.filter(reduce(lambda a, b: a & b, conditions))
+    for name, bounds in (("step", query.step), ("score", query.score)):
+        compared = zip(bounds, (operator.ge, operator.le), strict=True)
+        conditions += [compare(pc.field(name), bound) for bound, compare in compared if bound is not None]
+    table = table.filter(reduce(operator.and_, conditions))
     if query.search:
         at = table["part"].to_numpy()
         columns = ["answer", "prompt"] if query.in_prompts else ["answer"]
@@ -147,9 +143,7 @@ def find_responses(folder: Path, query: Query) -> SearchResult:
         table = table.filter(pa.array(np.concatenate([np.zeros(0, dtype=bool), *masks])))
     keys = {query.sort.removeprefix("-"): "descending" if query.sort.startswith("-") else "ascending"}
     keys.setdefault("step", "ascending" if query.each == "answer" else "descending")
-    for name in ("part", "place"):
-        keys.setdefault(name, "ascending")
-    table = table.sort_by(list(keys.items()))
+    table = table.sort_by([*keys.items(), ("part", "ascending"), ("place", "ascending")])
     if query.each == "prompt":
         table = table.filter(pa.array(~table.select(_PROMPT).to_pandas().duplicated()))
     return SearchResult(tuple(known), table)
@@ -168,9 +162,9 @@ def count_responses(folder: Path) -> int:
 def read_response(folder: Path, key: str) -> dict[str, Any]:
     """Return all columns of a response by its key. Raises DataError if the response or its file cannot be read."""
     name, _, place = key.rpartition(":")
-    path = next((path for path in parts_of(folder) if path.name == name), None)
-    if path is not None and place.isdecimal() and len(place) <= MAX_DIGITS and int(place) < _count_rows(path):
-        return {"key": key, **_read_rows(path, np.array([int(place)]), ALL_COLUMNS)[0]}
+    for path in parts_of(folder) if place.isdecimal() and len(place) <= MAX_DIGITS else ():
+        if path.name == name and int(place) < _count_rows(path):
+            return {"key": key, **_read_rows(path, np.array([int(place)]), ALL_COLUMNS)[0]}
     raise _missing_response(key)
 
 
@@ -189,13 +183,13 @@ def responses_to_same_prompt(folder: Path, key: str) -> tuple[list[dict[str, Any
     for place, row in enumerate(rows):
         if row["data_source"] == chosen["data_source"]:
             visits.setdefault((row["step"], row["validation"]), []).append(place)
-    means = [_mean(rows[place]["score"] for place in places if not rows[place]["greedy"]) for places in visits.values()]
     if (chosen["step"], chosen["validation"]) not in visits:  # a running trainer has removed the part
         raise _missing_response(key)
     scores = [
-        {"key": rows[places[0]]["key"], "step": step, "validation": validation, "score": mean}
-        for ((step, validation), places), mean in zip(visits.items(), means, strict=True)
-    ]
+        {"key": rows[places[0]]["key"], "step": step, "validation": validation,
+         "score": _mean(rows[place]["score"] for place in places if not rows[place]["greedy"])}
+        for (step, validation), places in visits.items()
+    ]  # fmt: skip
     return found.rows(visits[chosen["step"], chosen["validation"]], ALL_COLUMNS), scores
 
 
@@ -252,11 +246,8 @@ def _count_rows(path: Path) -> int:
 
 
 def _read(path: Path, columns: list[str], groups: list[int] | None = None) -> pa.Table:
-    with _translate_errors(path):
-        if groups is None:
-            return pq.read_table(path, columns=columns)
-        with pq.ParquetFile(path) as file:
-            return file.read_row_groups(groups, columns=columns)
+    with _translate_errors(path), pq.ParquetFile(path) as file:
+        return file.read(columns) if groups is None else file.read_row_groups(groups, columns)
 
 
 @contextmanager
@@ -298,8 +289,7 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
     ['a', ' b', ' c']
     """
     found: list[str] = []
-    place = 0
-    while place < len(ids):
+    while (place := len(found)) < len(ids):
         before = list(ids[max(0, place - 1) : place])
         start = decode(before) if before else ""
         for count in range(1, _MAX_TOKENS_PER_CHARACTER + 1):
@@ -308,9 +298,6 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
             if not piece.endswith(_REPLACEMENT):
                 break
         else:
-            count = 1
-            piece = _REPLACEMENT
-        count = min(count, len(ids) - place)
-        found += [piece, *[""] * (count - 1)]
-        place += count
+            count, piece = 1, _REPLACEMENT
+        found += [piece, *[""] * (min(count, len(ids) - place) - 1)]
     return found

@@ -8,6 +8,7 @@ responses of later steps are deleted.
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -78,16 +79,10 @@ def write_part(path: Path, table: pa.Table) -> None:
     """Write one file of responses atomically. Raises DiskSpaceError or UnwritableError."""
     # dictionaries for repeated values, byte-stream split for log-probabilities
     plain = [f"{name}.list.element" for name in _HEAVY]
-    repeats = [name for name in SCHEMA.names if name not in _HEAVY and name not in ("answer", "parts", "token_ids")]
+    repeats = [name for name in SCHEMA.names if name not in (*_HEAVY, "answer", "parts", "token_ids")]
+    coding: dict[str, Any] = {"use_dictionary": [*repeats, "token_ids.list.element"], "use_byte_stream_split": plain}
     with replaced_file(path) as file:
-        pq.write_table(
-            table,
-            file,
-            row_group_size=ROWS_PER_GROUP,
-            compression="zstd",
-            use_dictionary=[*repeats, "token_ids.list.element"],
-            use_byte_stream_split=plain,
-        )
+        pq.write_table(table, file, row_group_size=ROWS_PER_GROUP, compression="zstd", **coding)
 
 
 class ResponseWriter:
@@ -121,13 +116,11 @@ class ResponseWriter:
     def wait(self) -> None:
         """Wait until the file that `start_part` began is written. Raises DiskSpaceError if the disk is full. After an
         error, the next call writes the file again."""
-        if self._part is None:
-            return
         written, self._written = self._written, None
-        if written is None:
-            self._write(self._part)
-        else:
+        if written is not None:
             written.result()
+        elif self._part is not None:
+            self._write(self._part)
         self._part = None
 
     def write_validation(self, name: str, table: pa.Table) -> None:
@@ -176,6 +169,4 @@ def steps_of(path: Path) -> tuple[int, int]:
     """Return the first and last step of a response file. Return (-1, -1) if its name contains no step, as after a
     validation that a command outside the training requested."""
     found = _PART.fullmatch(path.name)
-    if found is None:
-        return -1, -1
-    return int(found["first"] or found["last"]), int(found["last"])
+    return (int(found["first"] or found["last"]), int(found["last"])) if found else (-1, -1)

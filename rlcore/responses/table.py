@@ -32,9 +32,7 @@ def response_table(
     prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
     prompt_texts = dict(zip(prompts, decode([prompt.token_ids for prompt in prompts]), strict=True))
     turned = np.array([rollout.is_sampled is not None for rollout in rollouts], dtype=bool)
-    means = tokens.reduce(np.where(tokens.is_sampled, tokens.behavior, 0)) / np.maximum(
-        tokens.reduce(tokens.is_sampled), 1
-    )
+    sums, counts = tokens.reduce(np.where(tokens.is_sampled, tokens.behavior, 0)), tokens.reduce(tokens.is_sampled)
     columns: dict[str, object] = {
         "step": np.full(count, step, dtype=np.int32),
         "validation": [validation] * count,
@@ -46,7 +44,7 @@ def response_table(
         "num_tokens": tokens.lengths.astype(np.int32),
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
         "policy_version": [rollout.policy_version for rollout in rollouts],
-        "logprob": means.astype(np.float32),
+        "logprob": (sums / np.maximum(counts, 1)).astype(np.float32),
         "prompt": [prompt_texts[rollout.prompt] for rollout in rollouts],
         "ground_truth": [rollout.prompt.ground_truth_json for rollout in rollouts],
         "answer": list(texts),
@@ -73,11 +71,8 @@ def _training_columns(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Ten
         columns["ref_logprobs"] = tokens.column(batch.ref_logprobs.float().numpy()[where])
     if policy_logprobs is not None:
         policy = policy_logprobs.float().numpy()[where]
-        gaps = np.where(learned, np.abs(policy - tokens.behavior), 0)
-        columns |= {
-            "policy_logprobs": tokens.column(policy),
-            "gap": tokens.reduce(gaps, np.maximum).astype(np.float32),
-        }
+        gaps = tokens.reduce(np.where(learned, np.abs(policy - tokens.behavior), 0), np.maximum)
+        columns |= {"policy_logprobs": tokens.column(policy), "gap": gaps.astype(np.float32)}
     return columns
 
 
@@ -89,8 +84,7 @@ class _Tokens:
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         self.rollouts = rollouts
         self.lengths = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)
-        self.ends = np.cumsum(self.lengths)
-        self.starts = self.ends - self.lengths
+        self.starts = np.cumsum(self.lengths) - self.lengths
         self.ids = _concatenate([rollout.response_ids for rollout in rollouts], np.int32)
         self.behavior = _concatenate([rollout.behavior_logprobs for rollout in rollouts], np.float32)
         whole = [np.ones(len(r.response_ids), bool) if r.is_sampled is None else r.is_sampled for r in rollouts]
@@ -113,12 +107,11 @@ class _Tokens:
     def column(self, values: np.ndarray, present: np.ndarray | None = None) -> pa.Array:
         """Return the token values as one list per response. A response where `present` is False gets null."""
         if present is None:
-            offsets = np.concatenate([np.zeros(1, dtype=np.int32), self.ends.astype(np.int32)])
-            return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
-        kept = values[np.repeat(present, self.lengths)]
-        ends = np.cumsum(np.where(present, self.lengths, 0)).astype(np.int32)
-        offsets = pa.array(np.concatenate([np.zeros(1, dtype=np.int32), ends]))
-        return pa.ListArray.from_arrays(offsets, pa.array(kept), mask=pa.array(~present))
+            present = np.ones(len(self.lengths), dtype=bool)
+        ends = np.cumsum(np.where(present, self.lengths, 0))
+        offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+        kept = pa.array(values[np.repeat(present, self.lengths)])
+        return pa.ListArray.from_arrays(offsets, kept, mask=pa.array(~present))
 
 
 def _concatenate(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

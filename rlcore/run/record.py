@@ -21,8 +21,7 @@ from rlcore.score import HELD_OUT_REWARD
 from rlcore.storage.disk import DiskRoom
 from rlcore.storage.manifest import LEFT, set_aside
 from rlcore.tracking.attempts import CLOSE_TIMEOUT_S, FinalStatus
-from rlcore.tracking.cost import CostMeter, GpuUse
-from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
+from rlcore.tracking.journal import CostMeter, GpuUse, RunJournal, load_journal, missing_steps
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.metrics import Alarm
 from rlcore.trainer.step import StepResult

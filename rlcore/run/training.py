@@ -20,8 +20,7 @@ from rlcore.run.watchdog import StepAbandonedError
 from rlcore.runtime.cluster import restrict_ray
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
-from rlcore.tracking.cost import GpuUse
-from rlcore.tracking.journal import WORKERS
+from rlcore.tracking.journal import WORKERS, GpuUse
 from rlcore.trainer.metrics import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.types import Prompt

@@ -30,8 +30,7 @@ def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) ->
             deadline = min(deadline, time.monotonic() + ORPHAN_GRACE_S)
         try:
             status = delivery.catch_up()
-        except Exception as error:
-            # any error of MLflow, its database or the network
+        except Exception as error:  # any error of MLflow, its database or the network
             if num_failures == 0:
                 text = "MLflow rejects the values: %s. Training continues with the journal; retrying every %g s."
                 log.warning(text, explain_error(error, delivery.state.uri), every_s)

@@ -83,14 +83,10 @@ _LINE: TypeAdapter[Attempt | End] = TypeAdapter(Attempt | End)
 
 def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> Destination:
     """Return the MLflow destination of a run."""
-    root = Path(config.paths.root).absolute()
-    return Destination(
-        uri=resolve_uri(config.tracking, root),
-        experiment=config.tracking.experiment,
-        root=os.fspath(root),
-        tags={**lineage_tags(config, stage="train", run_id=run_dir.name), **tags, RUN_ID_TAG: run_dir.name},
-        settings=config.model_dump(mode="json"),
-    )
+    root, tracking = Path(config.paths.root).absolute(), config.tracking
+    tags = {**lineage_tags(config, stage="train", run_id=run_dir.name), **tags, RUN_ID_TAG: run_dir.name}
+    settings = config.model_dump(mode="json")
+    return Destination(resolve_uri(tracking, root), tracking.experiment, os.fspath(root), tags, settings)
 
 
 class AttemptLog(LineFile):
@@ -104,17 +100,16 @@ class AttemptLog(LineFile):
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
     """Return the attempts at a run with their ends (None if active or lost), oldest first. Skip unreadable lines."""
     found: list[tuple[Attempt, End | None]] = []
-    path = run_dir / ATTEMPTS_FILE
-    if not path.exists():
+    if not (path := run_dir / ATTEMPTS_FILE).exists():
         return found
     with open_ordinary(path) as file:
         for value, _ in iter_json(file.fileno(), 0):
             with suppress(ValidationError):
-                match _LINE.validate_python(value):
-                    case Attempt() as attempt:
-                        found.append((attempt, None))
-                    case End() as end if found:
-                        found[-1] = (found[-1][0], end)
+                line = _LINE.validate_python(value)
+                if isinstance(line, Attempt):
+                    found.append((line, None))
+                elif found:
+                    found[-1] = (found[-1][0], line)
     return found
 
 
@@ -128,11 +123,11 @@ class Companion:
 
     def ensure_running(self) -> None:
         """Start the delivery process, or restart it if it has failed. Never raises an error."""
-        is_running = self._process is not None and self._process.poll() is None
-        if is_running or not self._settings.enabled or self._num_starts >= MAX_STARTS:
+        if not self._settings.enabled or self._num_starts >= MAX_STARTS:
             return
         if self._process is not None:
-            code = self._process.returncode
+            if (code := self._process.poll()) is None:
+                return
             log.warning("the process that delivers values to MLflow ended with code %d; restarting it", code)
         self._num_starts += 1
         try:
@@ -156,12 +151,10 @@ class Companion:
         threading.Thread(target=self._relay, args=(self._process,), name="tracking", daemon=True).start()
 
     def _relay(self, process: "subprocess.Popen[str]") -> None:
-        if process.stderr is not None:
-            with process.stderr:
-                for line in process.stderr:
-                    level = logging.WARNING if line.startswith(PREFIX) else logging.DEBUG
-                    log.log(level, "%s", line.removeprefix(PREFIX).rstrip())
-        process.wait()
+        with process:
+            for line in process.stderr or ():
+                level = logging.WARNING if line.startswith(PREFIX) else logging.DEBUG
+                log.log(level, "%s", line.removeprefix(PREFIX).rstrip())
 
     def finish(self, timeout_s: float | None) -> bool:
         """Wait until everything is delivered, end the delivery process, and return whether this succeeded. If

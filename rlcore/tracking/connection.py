@@ -5,8 +5,7 @@ import os
 import posixpath
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -67,20 +66,17 @@ def connect(uri: str) -> "MlflowClient":
             # urllib3 logs each failed connection, and `explain_error` reports the failure once.
             logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
             return MlflowClient(uri, uri)
-        with _locked_database(sqlite_file(uri)):
+        database = sqlite_file(uri)
+        database.parent.mkdir(parents=True, exist_ok=True)
+        lock = database.with_name(f"{database.name}.lock")
+        with HeldLock(lock, what=f"making {database}", wait_s=MIGRATION_TIMEOUT_S, error=TrackingError):
+            if not database.exists():
+                _create_store(database)
+            elif not database.is_file():
+                raise TrackingError(
+                    f"tracking.uri: must be a file of sqlite or a new one; got {database}. Move it away"
+                )
             return _create_tables(uri)
-
-
-@contextmanager
-def _locked_database(database: Path) -> Iterator[None]:
-    database.parent.mkdir(parents=True, exist_ok=True)
-    lock = database.with_name(f"{database.name}.lock")
-    with HeldLock(lock, what=f"making {database}", wait_s=MIGRATION_TIMEOUT_S, error=TrackingError):
-        if not database.exists():
-            _create_store(database)
-        elif not database.is_file():
-            raise TrackingError(f"tracking.uri: must be a file of sqlite or a new one; got {database}. Move it away")
-        yield
 
 
 def _create_store(database: Path) -> None:
@@ -100,32 +96,29 @@ def _create_tables(address: str) -> "MlflowClient":
     return client
 
 
+_EXPLANATIONS = {
+    r"out-of-date database schema|Can't locate revision": "the store has another MLflow version ({text:.200}). If the "
+    "store is older, back it up and run `mlflow db upgrade {uri}`; if newer, use its MLflow version, or set another "
+    "tracking.uri",
+    "must be in the 'active' state": "the run or its experiment was deleted there ({text:.200}). Restore it (`mlflow "
+    "runs restore`, `mlflow experiments restore`), or set another tracking.experiment",
+    "database is locked": "the database is locked by another process for longer than 20 s",
+    "Max retries exceeded|Connection refused|Connection aborted|timed out": "the server cannot be reached or does not "
+    "answer ({kind})",
+    "error code 401": "the server requires a login, which is missing or wrong. Set MLFLOW_TRACKING_USERNAME and "
+    "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root",
+    "": "{kind}: {text:.300}",
+}
+"""The explanation of each MLflow error, by a pattern of the error's text."""
+
+
 def explain_error(error: BaseException, uri: str) -> str:
     """Explain an error of MLflow in one line, with the remedy."""
     if isinstance(error, TrackingError):
         return str(error)
     text, uri = mask_secrets(" ".join(str(error).split())), mask_secrets(uri)
-    where = f"tracking.uri {uri}"
-    if "out-of-date database schema" in text or "Can't locate revision" in text:
-        return (
-            f"{where}: the store has another MLflow version ({text[:200]}). If the store is older, back it up "
-            f"and run `mlflow db upgrade {uri}`; if newer, use its MLflow version, or set another tracking.uri"
-        )
-    if "must be in the 'active' state" in text:
-        return (
-            f"{where}: the run or its experiment was deleted there ({text[:200]}). Restore it (`mlflow runs restore`, "
-            "`mlflow experiments restore`), or set another tracking.experiment"
-        )
-    if "database is locked" in text:
-        return f"{where}: the database is locked by another process for longer than 20 s"
-    if any(word in text for word in ("Max retries exceeded", "Connection refused", "Connection aborted", "timed out")):
-        return f"{where}: the server cannot be reached or does not answer ({type(error).__name__})"
-    if "error code 401" in text:
-        return (
-            f"{where}: the server requires a login, which is missing or wrong. Set MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root"
-        )
-    return f"{where}: {type(error).__name__}: {text[:300]}"
+    explanation = next(explanation for pattern, explanation in _EXPLANATIONS.items() if re.search(pattern, text))
+    return f"tracking.uri {uri}: {explanation.format(text=text, uri=uri, kind=type(error).__name__)}"
 
 
 MAX_NAME_CHARACTERS = 250  # MLflow's limit for names of metrics, parameters and tags

@@ -87,11 +87,10 @@ class MlflowRun:
     def __init__(self, run_dir: Path, target: Destination) -> None:
         self._run_dir, self.target = run_dir, target
         self.store = MlflowStore(TrackingConfig(uri=target.uri, experiment=target.experiment), Path(target.root))
-        state = read_state(run_dir)
-        if (state.uri, state.experiment) != (target.uri, target.experiment):
+        self.state = read_state(run_dir)
+        if (self.state.uri, self.state.experiment) != (target.uri, target.experiment):
             # sends the whole journal
-            state = TrackingState(uri=target.uri, experiment=target.experiment, key=state.key)
-        self.state = state
+            self.state = TrackingState(uri=target.uri, experiment=target.experiment, key=self.state.key)
 
     @property
     def id(self) -> str:
@@ -203,8 +202,7 @@ class Delivery(MlflowRun):
 
     def _send(self, points: "list[Metric]", end: int) -> None:
         for first in range(0, len(points), MAX_METRICS_PER_BATCH):
-            batch = points[first : first + MAX_METRICS_PER_BATCH]
-            self.store.client.log_batch(self.id, metrics=batch)
+            self.store.client.log_batch(self.id, metrics=points[first : first + MAX_METRICS_PER_BATCH])
         self.sent_bytes += end - self.state.journal_bytes
         self.update_state(journal_bytes=end)
 

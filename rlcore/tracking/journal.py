@@ -10,29 +10,25 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.storage.documents import LineFile, iter_json, open_ordinary
 from rlcore.storage.locks import Holder
-from rlcore.tracking.attempts import (
-    ATTEMPTS_FILE,
-    CLOSE_TIMEOUT_S,
-    Attempt,
-    AttemptLog,
-    Companion,
-    End,
-    FinalStatus,
-    destination_of,
-    read_attempts,
-)
+from rlcore.tracking import attempts
 
 log = logging.getLogger(__name__)
 JOURNAL_FILE = "metrics.jsonl"
 WORKERS = "workers"  # event at each start of the ranks, with their number, device and model size
+GPU_SECONDS = "cost/gpu_seconds"
+"""The GPU-seconds of a run over all its attempts. Each journal line has the GPU-seconds of the run so far. A resume
+moves journal lines to other files. The cost is therefore the largest number in the journal and these files. Steps that
+are repeated after a resume count twice. The time of a killed process after its last journal line does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +71,8 @@ class Journal(LineFile):
         """Append the metrics of a step. Raises TypeError or ValueError if `float` cannot convert a value."""
         values = {name: float(value) for name, value in metrics.items()}
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
-        line: dict[str, object] = {"step": int(step), "time": _now(), "metrics": values}
-        if nonfinite:
-            line["metrics"] = values | dict.fromkeys(nonfinite)
-            line["nonfinite"] = nonfinite
-        self.append(line)
+        line = {"step": int(step), "time": _now(), "metrics": values | dict.fromkeys(nonfinite)}
+        self.append(line | {"nonfinite": nonfinite} if nonfinite else line)
 
     def append_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Append an event. Data without a JSON form is written as text."""
@@ -94,8 +87,8 @@ class RunJournal(Journal):
         """Open the journal. `tags` override the run's `lineage_tags`."""
         super().__init__(run_dir / JOURNAL_FILE)
         self._run_dir, self._config, self._tags = run_dir, config, dict(tags)
-        self._attempts = AttemptLog(run_dir / ATTEMPTS_FILE)
-        self._companion = Companion(run_dir, config.tracking)
+        self._attempts = attempts.AttemptLog(run_dir / attempts.ATTEMPTS_FILE)
+        self._companion = attempts.Companion(run_dir, config.tracking)
         self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
@@ -125,25 +118,24 @@ class RunJournal(Journal):
             self._companion.ensure_running()
         return super().sync()
 
-    def finish(self, status: FinalStatus, timeout_s: float | None = CLOSE_TIMEOUT_S) -> bool:
+    def finish(self, status: attempts.FinalStatus, timeout_s: float | None = attempts.CLOSE_TIMEOUT_S) -> bool:
         """End the attempt. Wait at most `timeout_s` for the delivery to MLflow, or not at all if `timeout_s` is None.
         Return whether MLflow has all values."""
         # Without an attempt there is no run. A process that trained nothing may change an end only to FINISHED.
-        known = [] if self._has_begun else read_attempts(self._run_dir)
+        known = [] if self._has_begun else attempts.read_attempts(self._run_dir)
         has_run = self._has_begun or (bool(known) and (known[-1][1] is None or status == "FINISHED"))
         self.close()
         if has_run:
-            self._attempts.add(End(status, _now()))
+            self._attempts.add(attempts.End(status, _now()))
         self._attempts.close()
         return self._companion.finish(timeout_s) if has_run else True
 
     def _begin_attempt(self, step: int) -> None:
-        if self._has_begun:
-            return
-        self._has_begun = True
-        where = destination_of(self._run_dir, self._config, self._tags)
-        self._attempts.add(Attempt(step, self.size_bytes, _now(), Holder.me(), where))
-        self._companion.ensure_running()
+        if not self._has_begun:
+            self._has_begun = True
+            where = attempts.destination_of(self._run_dir, self._config, self._tags)
+            self._attempts.add(attempts.Attempt(step, self.size_bytes, _now(), Holder.me(), where))
+            self._companion.ensure_running()
 
 
 def read_journal(path: Path) -> list[StepRecord]:
@@ -177,8 +169,7 @@ def load_journal(path: Path) -> JournalContents:
 def missing_steps(contents: JournalContents, up_to: int) -> str:
     """Return a text that lists the steps without a journal line, such as `steps 4-6, 9`, or '' if there are none."""
     absent = set(range(1, up_to + 1)) - {record.step for record in contents.steps}
-    starts = sorted(step for step in absent if step - 1 not in absent)
-    ends = sorted(step for step in absent if step + 1 not in absent)
+    starts, ends = (sorted(step for step in absent if step + by not in absent) for by in (-1, 1))
     spans = [str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True)]
     return f"{'step' if len(absent) == 1 else 'steps'} {', '.join(spans)}" if absent else ""
 
@@ -190,7 +181,7 @@ def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
 
 def parse_record(value: object) -> Record | None:
     """Convert the JSON value of a line into a record. Return None if the value is neither a step nor an event."""
-    try:
+    with suppress(TypeError, ValueError):
         match value:
             case {"event": str(name), "step": int(step), "time": int() | float() as when, "data": dict(data)}:
                 return EventRecord(name, step, float(when), data)
@@ -198,8 +189,6 @@ def parse_record(value: object) -> Record | None:
                 finite = {str(name): float(each) for name, each in metrics.items() if each is not None}
                 named = rest.get("nonfinite")
                 return StepRecord(step, float(when), finite, tuple(named) if isinstance(named, list) else ())
-    except (TypeError, ValueError):
-        return None
     return None
 
 
@@ -226,3 +215,34 @@ def _json_safe(value: object) -> object:
         case list() | tuple():
             return [_json_safe(each) for each in value]
     return str(value)
+
+
+class GpuUse(NamedTuple):
+    """The seconds since a rank began to use its GPU. `began`: the monotonic time of that moment. It identifies the
+    rank's process."""
+
+    began: float
+    seconds: float
+
+
+def gpu_seconds(journal: Path) -> float | None:
+    """Return the GPU-seconds of a run so far, or None if no journal line has the metric."""
+    files = [journal, *journal.parent.glob(f"{journal.stem}.abandoned-*{journal.suffix}")]
+    lines = [record.metrics for file in files if file.is_file() for record in load_journal(file).steps]
+    return max((line[GPU_SECONDS] for line in lines if GPU_SECONDS in line), default=None)
+
+
+class CostMeter:
+    """A meter that adds the GPU use of this process's ranks to the GPU-seconds in the journal."""
+
+    def __init__(self, journal: Path) -> None:
+        self._before = gpu_seconds(journal) or 0.0
+        self._seconds: dict[tuple[int, float], float] = {}
+        """The seconds of each rank, by the rank's number and start time."""
+
+    def metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
+        """Return the run's GPU-seconds so far as a metric, or {} without GPUs. `uses`: the GPU use of each rank."""
+        if not uses:
+            return {}
+        self._seconds |= {(rank, use.began): use.seconds for rank, use in enumerate(uses)}
+        return {GPU_SECONDS: self._before + sum(self._seconds.values())}

@@ -75,10 +75,9 @@ def read_origin(run_dir: Path) -> Origin | None:
 
 def stage_of(name: str, folder: Path) -> Stage:
     """Return the result of the stage `name`, with the plain values in the manifest of `folder` as facts."""
-    try:
+    manifest = None
+    with suppress(MillraceError):
         manifest = read_manifest(folder)
-    except MillraceError:
-        manifest = None
     if manifest is None:
         return Stage(name, folder.name, str(folder))
     counts = manifest.values.get("counts")  # nested, such as rows by split
@@ -91,10 +90,8 @@ def stage_of(name: str, folder: Path) -> Stage:
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
     """Return the git commit of the source, and whether files differ from the commit. The commit is '' if git is missing
     or the source is not in a repository."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None or not _is_tracked(folder):
-        return "", False
-    return commit.strip(), bool((_git(folder, "status", "--porcelain") or "").strip())
+    commit = _git(folder, "rev-parse", "HEAD") if _is_tracked(folder) else None
+    return (commit.strip(), bool((_git(folder, "status", "--porcelain") or "").strip())) if commit else ("", False)
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
@@ -149,10 +146,9 @@ def _is_tracked(folder: Path) -> bool:
 
 
 def _user() -> str:
-    try:
+    with suppress(KeyError, OSError):
         return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"  # the user id of a container may have no name
+    return "unknown"  # the user id of a container may have no name
 
 
 class SystemSampler:
@@ -185,8 +181,7 @@ class SystemSampler:
         for index in range(0 if nvml is None else nvml.nvmlDeviceGetCount()):
             with suppress(nvml.NVMLError):  # some values may be unsupported
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-                memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
-                metrics[f"system/gpu_{index}_memory_used_gb"] = memory.used / BYTES_PER_GB
+                metrics[f"system/gpu_{index}_memory_used_gb"] = nvml.nvmlDeviceGetMemoryInfo(gpu).used / BYTES_PER_GB
                 metrics[f"system/gpu_{index}_utilization_percent"] = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
                 metrics[f"system/gpu_{index}_power_watts"] = nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
         return metrics
@@ -194,8 +189,7 @@ class SystemSampler:
 
 def gpu_facts() -> dict[str, str]:
     """Return the names and memory sizes of the GPUs and the driver's version from NVML, or an empty mapping."""
-    nvml = _start_nvml()
-    if nvml is None:
+    if (nvml := _start_nvml()) is None:
         return {}
     facts = {"nvidia_driver": str(nvml.nvmlSystemGetDriverVersion())}
     return facts | {

@@ -70,9 +70,7 @@ class MlflowStore:
     @cached_property
     def experiment_id(self) -> str:
         """Return the id of the experiment, which is created if missing. Raises TrackingError if it was deleted."""
-        experiment = self.client.get_experiment_by_name(self._experiment_name)
-        if experiment is None:
-            experiment = self._create_experiment()
+        experiment = self.client.get_experiment_by_name(self._experiment_name) or self._create_experiment()
         if experiment.lifecycle_stage != "active":
             raise TrackingError(
                 f"tracking.experiment {self._experiment_name!r}: was deleted in {mask_secrets(self.uri)}. Restore it "
@@ -203,12 +201,9 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
     rejects the query or does not respond."""
     own = f"tags.`{RUN_ID_TAG}` != '' and tags.stage = 'train'"  # excludes warm starts
     try:
-        runs = store.client.search_runs(
-            [store.experiment_id],
-            f"{query} and {own}" if query else own,
-            max_results=MAX_RUNS,
-            order_by=["attributes.start_time ASC"],
-        )
+        conditions = f"{query} and {own}" if query else own
+        order = ["attributes.start_time ASC"]
+        runs = store.client.search_runs([store.experiment_id], conditions, max_results=MAX_RUNS, order_by=order)
     except Exception as error:
         raise TrackingError(
             f"search {query!r}: MLflow rejects it: {explain_error(error, store.uri)}. Example: "
@@ -253,7 +248,5 @@ def milliseconds(time_s: float) -> int:
 
 def _truncate(value: str, limit: int) -> str:
     """Truncate a long value and mark it as truncated. MLflow itself would not mark the value."""
-    if len(value) <= limit:
-        return value
     mark = f" ... [cut: {len(value)} characters]"
-    return value[: limit - len(mark)] + mark
+    return value if len(value) <= limit else value[: limit - len(mark)] + mark

@@ -5,8 +5,7 @@ import json
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,40 +54,31 @@ def log_model(
     from mlflow.entities import LoggedModelOutput
 
     tags = {**tags, "path": str(path.absolute()), "step": str(step)}
-    upload = kind == "transformers"
-    if upload:
-        if not (path / "config.json").is_file():
-            raise TrackingError(
-                f"{path}: has no config.json, so it is not a transformers model; export the weights first."
-            )
+    if kind == "checkpoint":
+        tags[EXTERNAL] = "true"
+    elif (path / "config.json").is_file():
         num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        upload = max_bytes is None or num_bytes <= max_bytes
         tags["size_bytes"] = str(num_bytes)
     else:
-        tags[EXTERNAL] = "true"
+        raise TrackingError(f"{path}: has no config.json, so it is not a transformers model; export the weights first.")
     client, experiment_id = store.client, store.experiment_id
     for model in models_of(client, experiment_id, run_id):
         if (model.name, model.tags.get("step")) == (name, str(step)):
             return str(model.model_id)
     made = client.create_logged_model(experiment_id, name=name, source_run_id=run_id, tags=tags, model_type=kind)
     model_id = str(made.model_id)
-    if upload:
-        _upload(client, model_id, path, versions)
+    if kind == "transformers" and (max_bytes is None or num_bytes <= max_bytes):
+        _upload(client, model_id, path, num_bytes, versions)
     client.finalize_logged_model(model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     if metrics:
-        links = {"model_id": model_id, **_held_out_dataset(client, run_id)}
+        inputs, links = client.get_run(run_id).inputs, {"model_id": model_id}
+        for one in () if inputs is None else inputs.dataset_inputs:
+            if any(tag.value == "validation" for tag in one.tags):
+                links |= {"dataset_name": one.dataset.name, "dataset_digest": one.dataset.digest}
         rows = [_model_metric(client, run_id, key, value, time_s, step, links) for key, value in metrics.items()]
         client.log_batch(run_id, metrics=rows)
     return model_id
-
-
-def _held_out_dataset(client: "MlflowClient", run_id: str) -> dict[str, str]:
-    """Return the fields of an MLflow metric that name the run's held-out dataset, or {} if the run has none."""
-    inputs = client.get_run(run_id).inputs
-    known = () if inputs is None else inputs.dataset_inputs
-    found = [one.dataset for one in known if any(tag.value == "validation" for tag in one.tags)]
-    return {"dataset_name": found[0].name, "dataset_digest": found[0].digest} if found else {}
 
 
 def _model_metric(
@@ -103,17 +93,16 @@ def _model_metric(
     return Metric(key, value, time_ms, step, **links)
 
 
-def _upload(client: "MlflowClient", model_id: str, path: Path, given: Mapping[str, str]) -> None:
+def _upload(client: "MlflowClient", model_id: str, path: Path, num_bytes: int, given: Mapping[str, str]) -> None:
     """Upload weights and tokenizer as `mlflow.transformers.save_model` does, but without importing torch."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types.schema import ColSpec, Schema
 
-    names = ("mlflow", "torch", "transformers")
-    versions = {name: given.get(name) or importlib.metadata.version(name) for name in names}
+    packages = ("mlflow", "torch", "transformers")
+    versions = {name: given.get(name) or importlib.metadata.version(name) for name in packages}
     requirements = [f"{name}=={version}" for name, version in versions.items()]
     text = Schema([ColSpec("string")])
-    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     plain = is_plain_tokenizer(path / "tokenizer_config.json")
     model = Model(model_id=model_id, signature=ModelSignature(text, text), model_size_bytes=num_bytes)
     model.add_flavor(
@@ -175,23 +164,12 @@ def model_of(version: "ModelVersion") -> str:
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 
-@contextmanager
-def _global_uri(uri: str) -> Iterator[None]:
-    """Set MLflow's global tracking URI inside the `with` block. A model registry in a database uses this URI."""
+def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
     import mlflow
+    from mlflow.exceptions import MlflowException
 
     is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
     before: Any = mlflow.get_tracking_uri() if is_set else None  # otherwise MLflow's default would be stored
-    mlflow.set_tracking_uri(uri)
-    try:
-        yield
-    finally:
-        mlflow.set_tracking_uri(before)
-
-
-def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
-    from mlflow.exceptions import MlflowException
-
     try:
         client.create_registered_model(name)
     except MlflowException as error:
@@ -204,9 +182,11 @@ def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: 
             tags = {one.key: f"{one.value:.4g}" for one in model.metrics or () if one.key == HELD_OUT_REWARD}
             tags |= {"run": str(run.info.run_name), "step": model.tags["step"]}
             text = ", ".join(f"{key} {value}" for key, value in tags.items())
-            with _global_uri(uri):
-                made = client.create_model_version(
-                    name, f"models:/{model_id}", run_id, tags=tags, description=text, model_id=model_id
-                )
+            mlflow.set_tracking_uri(uri)  # a model registry in a database uses this URI
+            try:
+                source = f"models:/{model_id}"
+                made = client.create_model_version(name, source, run_id, tags, description=text, model_id=model_id)
+            finally:
+                mlflow.set_tracking_uri(before)
             versions[model_id] = str(made.version)
         client.set_registered_model_alias(name, alias, versions[model_id])

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlcore.config import TrackingConfig
 from rlcore.config.problems import mask_secrets
@@ -23,19 +23,6 @@ log = logging.getLogger(__name__)
 TENSORBOARD_FOLDER = "tensorboard"  # in the run's folder
 
 INIT_TIMEOUT_S = 10.0  # Seconds for W&B's server to accept a run. MLflow receives nothing in this time.
-
-
-class Sink(Protocol):
-    """A tracker that receives the steps of one run in the order of the journal."""
-
-    def log(self, record: StepRecord) -> None:
-        """Send the finite metrics of a step."""
-
-    def flush(self) -> None:
-        """Write buffered metrics that would be lost if the process were killed."""
-
-    def close(self, *, failed: bool) -> None:
-        """Send the remaining metrics and end the run in the tracker."""
 
 
 class TensorBoardSink:
@@ -70,6 +57,10 @@ class WandbSink:
         import wandb
 
         where = attempt.destination
+        settings = wandb.Settings(
+            console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False,
+            init_timeout=INIT_TIMEOUT_S,
+        )  # fmt: skip
         self._run = wandb.init(
             project=where.experiment,
             id=run_dir.name,
@@ -78,14 +69,7 @@ class WandbSink:
             config=dict(where.settings),
             group=str(where.settings["name"]),
             resume="allow",
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                x_disable_stats=True,
-                disable_git=True,
-                save_code=False,
-                init_timeout=INIT_TIMEOUT_S,
-            ),
+            settings=settings,
         )
 
     def log(self, record: StepRecord) -> None:
@@ -100,6 +84,7 @@ class WandbSink:
         self._run.finish(exit_code=int(failed))
 
 
+Sink = TensorBoardSink | WandbSink
 SINKS: Mapping[str, Callable[[Path, Attempt], Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
 """The sinks by their names in `tracking.report_to`."""
 
@@ -165,8 +150,7 @@ class Sinks:
     def _guard(self, name: str, do: Callable[[], None]) -> None:
         try:
             do()
-        except Exception as error:
-            # any error of a tracker, its files or the network
+        except Exception as error:  # any error of a tracker, its files or the network
             self._sinks.pop(name, None)
             reason = mask_secrets(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             text = "%s receives no more metrics of this run (%s). When it works again: millrace sync %s"

@@ -29,7 +29,7 @@ from rlcore.models.shape import ModelShape, peak_flops, shape_from_config
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, engine_dtype
 from rlcore.rollout.hf import build_engine
 from rlcore.storage.disk import BYTES_PER_GB
-from rlcore.tracking.cost import GpuUse
+from rlcore.tracking.journal import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers.actor import Actor, Critic, FrozenPolicy, run_teachers
 from rlcore.workers.canary import Canary, WeightSync, probe_difference

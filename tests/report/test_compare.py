@@ -17,8 +17,7 @@ from rlcore.report.document import signed_interval
 from rlcore.report.plots import band_of, series_of, series_over
 from rlcore.report.record import read_run
 from rlcore.report.run_sections import describe_setting
-from rlcore.tracking.cost import GPU_SECONDS
-from rlcore.tracking.journal import JOURNAL_FILE, Journal
+from rlcore.tracking.journal import GPU_SECONDS, JOURNAL_FILE, Journal
 from rlcore.tracking.lineage import Stage
 from tests.helpers.reports import parse, table, with_stages, write_run
 

@@ -28,8 +28,7 @@ from rlcore.storage.disk import PAUSED, RESUMED
 from rlcore.storage.documents import READ_BLOCK_BYTES
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
-from rlcore.tracking.cost import GPU_SECONDS
-from rlcore.tracking.journal import Journal
+from rlcore.tracking.journal import GPU_SECONDS, Journal
 from rlcore.tracking.lineage import Origin
 from tests.flows.conftest import commit
 

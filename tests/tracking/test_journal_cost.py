@@ -1,7 +1,6 @@
 """GPU-seconds of a run: totals over ranks and attempts."""
 
-from rlcore.tracking.cost import GPU_SECONDS, CostMeter, GpuUse, gpu_seconds
-from rlcore.tracking.journal import JOURNAL_FILE, Journal
+from rlcore.tracking.journal import GPU_SECONDS, JOURNAL_FILE, CostMeter, GpuUse, Journal, gpu_seconds
 
 
 def test_seconds_of_ranks_are_summed(tmp_path):
