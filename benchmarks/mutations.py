@@ -201,7 +201,8 @@ def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: i
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
-    """Write the results to a file. The file's results of other folders and its reasons (`equivalent`) are kept."""
+    """Write the results to a file. If the file exists, keep its results of other folders, and the reasons that readers
+    have written as `equivalent`."""
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
     remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:

@@ -222,8 +222,8 @@ def is_unit(unit: str) -> bool:
 
 
 def is_counted(word: str) -> bool:
-    """Return whether a word of two or more letters is a unit, or a plural such as `apples`. A plural that changes the
-    number, such as `dozens`, is not accepted."""
+    """Return whether a word can name what a number counts: a unit, or a plural such as `apples`. Words of one letter
+    cannot, nor can plurals that multiply the number, such as `dozens`."""
     if _UNIT_WORD.fullmatch(word):
         return True
     return _PLURAL.fullmatch(word) is not None and not (_NO_PLURAL.fullmatch(word) or makes_another(word))
@@ -244,7 +244,7 @@ def _fraction(found: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(found: re.Match[str]) -> Fraction | None:
-    """Return the value of a decimal with its recurring digits and its power of ten."""
+    """Return the value of a matched decimal number. The match includes recurring digits and a power of ten, if any."""
     places = found["places"] or ""
     size = Fraction(int((_digits(found["int"] or "") + places) or "0"), 10 ** len(places))
     if cycle := found["bar"] or found["digit"] or found["cycle"]:

@@ -103,7 +103,8 @@ def _stack(pid: int, path: Path) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Return whether the process has the file open. If not, an earlier process with the same id may have written it."""
+    """Return whether the process has the file open. If not, the file was written by an earlier process, which had the
+    same id."""
     try:
         return any(path.samefile(file.path) for file in psutil.Process(pid).open_files())
     except (psutil.Error, OSError):

@@ -220,7 +220,7 @@ def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
 
 
 def shorten_known_errors(record: logging.LogRecord) -> bool:
-    """Reduce an error of Millrace in a log record to its message. Return False to drop the record.
+    """Keep only the message of a log record's error if Millrace raised the error. Return False to drop the record.
 
     A cancellation gets the level INFO. Prefect's records that repeat or contradict other records are dropped.
     """

@@ -119,7 +119,8 @@ class SlotsLimit:
         self._slots = Slots(root)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on. If the request reads concurrency limits, update the limit first."""
+        """Pass a request on. Before a request that reads concurrency limits, set the limit of the slots to the number
+        of GPUs and the number of its holders."""
         path = scope.get("path", "")
         if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
             try:

@@ -254,7 +254,8 @@ def stop_server(process: psutil.Process) -> None:
 
 
 def stop_flows(flows: Sequence[psutil.Process]) -> None:
-    """Send SIGTERM to flow runs and wait. Then kill their other processes, but not the trainers, which still save."""
+    """Send SIGTERM to flow runs and wait. Then kill the processes that they started, except the trainers, which still
+    write their last checkpoints."""
     family = [member for flow in flows for member in (flow, *_descendants(flow))]
     for flow in flows:
         with suppress(psutil.NoSuchProcess):

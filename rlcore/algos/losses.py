@@ -173,7 +173,8 @@ def dppo(
         l_t = 0                   where |pi(t) - pi_old(t)| > delta, and A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1
         l_t = -A_t r_t            elsewhere
 
-    This is DPPO with the binary total variation, Qi et al. 2026, arXiv:2602.04879. `clipped`: True in the first line.
+    This is DPPO with the binary total variation, Qi et al. 2026, arXiv:2602.04879. `clipped` is True for
+    tokens of the first case.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     advantages = masked(advantages, mask)
@@ -193,7 +194,8 @@ def kl_cov(
         l_t = -A_t r_t + coef |log r_t|      for the `share` of the mini-batch's tokens with the largest covariance
         l_t = -A_t r_t                       elsewhere
 
-    This is KL-Cov, Cui et al. 2025, arXiv:2505.22617, as in the paper's code. `clipped`: True in the first line."""
+    This is KL-Cov, Cui et al. 2025, arXiv:2505.22617, as in the paper's code. `clipped` is True
+    for the penalized tokens."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     penalized = mask & (covariance_rank < share)
     loss = -masked(advantages, mask) * log_ratio.exp() + coef * masked(log_ratio.abs(), penalized)

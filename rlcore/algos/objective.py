@@ -107,7 +107,8 @@ class PreferenceStatistics(SupervisedStatistics):
     rejected_logprob: Float[Tensor, ""]
 
     def means(self) -> dict[str, float]:
-        """Return the means over pairs, or {} if there is no pair. Synchronizes with the device."""
+        """Return the mean of each sum over the preference pairs, or {} if there is no pair. Synchronizes with the
+        device."""
         found = {f.name: float(getattr(self, f.name)) for f in fields(self)}
         num_pairs = found.pop("num_pairs")
         del found["num_tokens"]

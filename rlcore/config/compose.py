@@ -124,7 +124,8 @@ def swept_values(text: str) -> list[Any]:
 
 
 def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Apply overrides to composed nested plain settings. Raises ConfigError with all mistakes."""
+    """Apply overrides to composed settings, which are nested dicts, and check them. Raises one ConfigError that lists
+    all mistakes."""
     findings = Findings()
     request = _read_overrides(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:

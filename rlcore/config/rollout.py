@@ -154,7 +154,7 @@ class JudgeConfig(Section):
     deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
     """The time limit for the verdict on one response in seconds, over all tries."""
     max_tokens: int = Field(default=512, ge=1)
-    """The largest number of tokens in a text of the judge."""
+    """The largest number of tokens that the judge may generate for one request."""
     effective = EffectiveWhen("data.scorer", f"{JUDGE} {BY_ROW}", remedy=f"Set data.scorer={JUDGE}")
     checks = (
         rule(".url", "data.scorer",
@@ -310,8 +310,8 @@ class EvaluationConfig(Section):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """The confidence level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """The number of bootstrap resamples of the problems. A run requires at least 1,000. The resamples give the
-    intervals of differences, and of metrics with values other than 0 and 1.
+    """The number of times the bootstrap resamples the problems, at least 1,000. The bootstrap gives the intervals of
+    differences, and of metrics with values other than 0 and 1.
     """
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",

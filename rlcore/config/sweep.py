@@ -97,9 +97,9 @@ class Budget(Section):
     """The limits of one call of a sweep. Runs that finished before do not count. The next call continues the sweep."""
 
     runs: int | None = Field(default=None, ge=1)
-    """The largest number of runs in one call."""
+    """The largest number of runs that one call of `millrace sweep` may start."""
     steps: int | None = Field(default=None, ge=1)
-    """The largest number of training steps in one call, summed over all runs."""
+    """The largest number of training steps, summed over all runs, that one call of `millrace sweep` may start."""
     hours: float | None = Field(default=None, gt=0)
     """The number of hours after which no further run starts."""
 

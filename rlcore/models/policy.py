@@ -22,7 +22,8 @@ _MAX_COMPILED_GRAPHS = 64
 
 class PackedTrunk(nn.Module):
     """A decoder over T packed tokens. Subclasses add a head. Float32 weights with a bfloat16 `compute_dtype` run under
-    autocast, unless FSDP casts the weights (`sharded`). The parameters of `model` keep their names in saved files."""
+    autocast, unless FSDP casts the weights (`sharded`). In saved files, parameters have
+    the names that they have in `model`."""
 
     def __init__(self, model: PreTrainedModel, settings: ModelConfig, compute_dtype: torch.dtype) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Return the first and last step of a response file. Return (-1, -1) if its name contains no step, as after a
-    validation that a command outside the training requested."""
+    """Return the first and last step of a response file. Return (-1, -1) if its name contains no step. Such
+    files have the responses of validations that were requested by a command, not by training."""
     found = _PART.fullmatch(path.name)
     return (int(found["first"] or found["last"]), int(found["last"])) if found else (-1, -1)

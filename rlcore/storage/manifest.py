@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 PARTS_KEY = "parts"
 """The manifest key for the ordered names of the sibling folders that a mixture combines."""
 FINGERPRINT = "fingerprint"
-"""The manifest key for the name under which the directory was published."""
+"""The manifest key for the directory's fingerprint. It was the directory's name at its publication."""
 FILE_SHA256 = "file_sha256"
 """The manifest key for the SHA-256 digest of the file from which tokenized demonstrations were built."""
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})

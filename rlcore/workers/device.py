@@ -79,7 +79,8 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
 
 
 MALLOC_THRESHOLD_BYTES = 1 << 30
-"""The bytes up to which glibc keeps freed memory at the heap's end. Larger blocks are mapped separately."""
+"""The value of two thresholds of glibc, in bytes. glibc returns free memory at the end of the heap to the system only
+if there is more than this. It maps an allocation larger than this separately from the heap."""
 
 _TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h

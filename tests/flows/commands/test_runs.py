@@ -69,7 +69,7 @@ def test_a_run_of_the_stack_resumes_by_prefect(layout, capsys):
     assert (found.state, found.note) == ("stopped", how)
 
 
-@pytest.mark.parametrize("other", [{"born": time.time() - 900}, {"host": "elsewhere"}], ids=str)
+@pytest.mark.parametrize("other", [{"born": time.time() - 900}, {"host": "elsewhere"}], ids=["born", "host"])
 def test_a_process_that_is_not_the_runs_is_never_signalled(layout, other):
     with subprocess.Popen(["sleep", "600"]) as stranger:
         with worked_on(layout):
