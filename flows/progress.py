@@ -60,7 +60,7 @@ class PlainDisplay(Display):
         self.line(describe(event))
 
 
-class LabelledDisplay(Display):
+class LabeledDisplay(Display):
     """A display that labels each line with the current run of a sweep.
 
     `later_s` is the expected time in seconds for all runs after the current run, or None if it is unknown.
@@ -277,7 +277,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _metrics_by_kind(values: Mapping[str, str]) -> str:
-    """Return held-out metrics as text. The rewards and the shares of solved problems form two labelled lists."""
+    """Return held-out metrics as text. The rewards and the shares of solved problems form two labeled lists."""
     labels = _labels(list(values))
     kinds = {"reward": [name for name in values if "/pass_at_" not in name]}
     kinds["share solved"] = [name for name in values if name not in kinds["reward"]]

@@ -27,7 +27,7 @@ from flows import chain
 from flows.artifacts import log_and_print, log_command, log_unused_settings, show_artifact
 from flows.parameters import NO_STRINGS, Count, Positive, Root, all_overrides, experiment_name, flow_root
 from flows.pipeline import CHECKED_SETTINGS, call_flow, keep_outcome, label_flow_run, run_as_one_task
-from flows.progress import LabelledDisplay, display, format_duration, use_display
+from flows.progress import LabeledDisplay, display, format_duration, use_display
 from flows.server.watch import end_if_cancelled, end_if_suspended, limit_retries, watch_flow_run
 from flows.stages.train import Train
 from flows.sweep.result import (
@@ -151,7 +151,7 @@ class SweepWorker:
         later_s = self.spending.estimate_s((self.study.num_left() * num_runs - 1) * total - others, steps)
         settings = f"{format_point(trial.user_attrs[SETTINGS])} seed={member.seed}"
         try:
-            with use_display(LabelledDisplay(display(), name, later_s)):
+            with use_display(LabeledDisplay(display(), name, later_s)):
                 self._train(member, step, settings)
         except StopRequestedError:
             raise

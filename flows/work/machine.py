@@ -79,9 +79,9 @@ def check_machine(python: str | None = None) -> list[CheckResult]:
 
 def show(lines: list[CheckResult]) -> None:
     """Print the results of checks as a table."""
-    colours: Mapping[Level, str] = {"warning": "yellow", "error": "red"}
+    colors: Mapping[Level, str] = {"warning": "yellow", "error": "red"}
     rows = [(one.name, one.level, f"{one.found}. {one.remedy}" if one.remedy else one.found) for one in lines]
-    print_table(("what", "is", "found"), rows, [colours.get(line.level) for line in lines])
+    print_table(("what", "is", "found"), rows, [colors.get(line.level) for line in lines])
 
 
 def _requirements(extras: Sequence[str]) -> list[Requirement]:

@@ -30,9 +30,9 @@ def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> 
     weights = weights.double()
     wide = values.double()
     total = weights.sum()
-    centred = wide - (weights * wide).sum() / total.clamp(min=1)
-    variance = (weights * centred.square()).sum() / (total - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + VARIANCE_EPS)).to(values.dtype)
+    centered = wide - (weights * wide).sum() / total.clamp(min=1)
+    variance = (weights * centered.square()).sum() / (total - 1).clamp(min=1)
+    return (centered * torch.rsqrt(variance + VARIANCE_EPS)).to(values.dtype)
 
 
 def whiten(values: Floats, mask: Mask) -> Floats:
@@ -62,19 +62,19 @@ def group_advantages(
     `greedy_scores`: the score of the greedy response to the same prompt. Integer scores give float32 advantages."""
     # in float64 the mean of equal fp32 scores is exactly that score, and such a group gets exactly 0
     wide = scores.double()
-    centred = wide - group_mean(wide, group_ids, torch.ones_like(wide))
+    centered = wide - group_mean(wide, group_ids, torch.ones_like(wide))
     match method:
         case "grpo":
-            advantages = centred / (group_std(wide, group_ids) + STD_EPS)
+            advantages = centered / (group_std(wide, group_ids) + STD_EPS)
         case "dr_grpo":
-            advantages = centred
+            advantages = centered
         case "rloo":
             # s - (n mean - s) / (n - 1) = (s - mean) n / (n - 1)
             members, sizes = group_members(group_ids)
             size = sizes[members]
-            advantages = centred * size / (size - 1).clamp(min=1)
+            advantages = centered * size / (size - 1).clamp(min=1)
         case "reinforce_pp_baseline":
-            advantages = whiten_weighted(centred, _required(lengths, "lengths", method).double())
+            advantages = whiten_weighted(centered, _required(lengths, "lengths", method).double())
         case "opo":
             advantages = wide - group_mean(wide, group_ids, _required(lengths, "lengths", method).double())
         case "remax":

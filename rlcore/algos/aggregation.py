@@ -101,11 +101,11 @@ def token_covariance(logprobs: Floats, advantages: Floats, mask: Mask) -> Floats
     """Return `(log pi(t) - mean log pi) (A_t - mean A)` over response tokens in float64, and 0 elsewhere. Its mean is
     the covariance that lowers the policy's entropy (Cui et al. 2025, arXiv:2505.22617)."""
 
-    def centred(values: Floats) -> Floats:
+    def centered(values: Floats) -> Floats:
         wide = masked(values.double(), mask)
         return masked(wide - wide.sum() / mask.sum().clamp(min=1), mask)
 
-    return centred(logprobs) * centred(advantages)
+    return centered(logprobs) * centered(advantages)
 
 
 def clipped_by_covariance(covariance: Floats, draws: Floats, mask: Mask, *, settings: ClipCovConfig) -> Mask:

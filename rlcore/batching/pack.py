@@ -37,7 +37,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
     prompt: Prompt | None = None
     start = 0
     for rollout, stop, scored in zip(rollouts, cu_seqlens[1:].tolist(), score_mask.tolist(), strict=True):
-        if rollout.prompt is not prompt:  # neighbours share a prompt, so convert its tuple once
+        if rollout.prompt is not prompt:  # neighbors share a prompt, so convert its tuple once
             prompt, prompt_ids = rollout.prompt, np.array(rollout.prompt.token_ids, dtype=np.int64)
         begin = start + len(prompt_ids)
         token_ids[start:begin] = prompt_ids

@@ -113,9 +113,9 @@ def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 
     """
     z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
     share, weight = num_correct / num_problems, z * z / num_problems
-    centre = (share + weight / 2.0) / (1.0 + weight)
+    center = (share + weight / 2.0) / (1.0 + weight)
     half = z * sqrt(share * (1.0 - share) / num_problems + weight / (4.0 * num_problems)) / (1.0 + weight)
-    return Interval(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
+    return Interval(share, min(share, max(0.0, center - half)), max(share, min(1.0, center + half)))
 
 
 def bootstrap_intervals(

@@ -175,10 +175,10 @@ _BARS = 0.76  # the width of all bars at one position
 def _solve_rates(results: ValidationPair, figure: "Figure") -> None:
     k = max(result.num_samples for result in results.values())
     axes = figure.subplots()
-    colours, width = BEFORE_AND_AFTER if len(results) <= len(BEFORE_AND_AFTER) else CYCLE, _BARS / max(2, len(results))
+    colors, width = BEFORE_AND_AFTER if len(results) <= len(BEFORE_AND_AFTER) else CYCLE, _BARS / max(2, len(results))
     for place, (label, result) in enumerate(results.items()):
         solved = [problem.num_solved for problem in result.problems if problem.scored_samples]
         counts = np.bincount(solved, minlength=k + 1)
         at = np.arange(k + 1) + (place - (len(results) - 1) / 2) * width
-        axes.bar(at, 100 * counts / max(1, counts.sum()), width, color=LIGHT[colours[place]], label=label)
+        axes.bar(at, 100 * counts / max(1, counts.sum()), width, color=LIGHT[colors[place]], label=label)
     format_axes(axes, x=f"correct samples of {k}", y="% of problems")

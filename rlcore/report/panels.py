@@ -25,7 +25,7 @@ Groups = Mapping[str, Sequence[RunRecord]]
 """Groups of runs by label. The runs of a group have the same code. They differ only in their seed, or in settings that
 `groups_of` ignores."""
 Lines = Mapping[str, tuple[str, str]]
-"""The colour and the label of each line, by metric."""
+"""The color and the label of each line, by metric."""
 REWARD, STEP_S = "critic/score/mean", "timing_s/step"
 STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
@@ -66,13 +66,13 @@ class Panel:
         for series, look in [one for one in found if one[0].any()] or found[:1]:
             plots.plot_series(axes, series, *look)
         statistics = record.core_statistics[: self.held_out]
-        for place, (statistic, colour) in enumerate(zip(statistics, STATISTIC_COLOURS, strict=False)):
+        for place, (statistic, color) in enumerate(zip(statistics, STATISTIC_COLOURS, strict=False)):
             points = record.held_out(statistic)
             # points are shifted, so that intervals do not overlap
             aside = (place - (len(statistics) - 1) / 2) * 0.004 * (points[-1][0] - points[0][0] if points else 0)
             if points:
                 label = ("held-out " if self.lines else "") + statistic.removeprefix("reward/")
-                plots.plot_intervals(axes, [(step + aside, interval) for step, interval in points], colour, label)
+                plots.plot_intervals(axes, [(step + aside, interval) for step, interval in points], color, label)
         plots.format_axes(axes, y=self.unit)
         if self.limit is not None and axes.lines:
             label, height = self.limit[0], self.limit[1](record.config)
@@ -84,10 +84,10 @@ class Panel:
 
 def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
     axes = figure.subplots()
-    for metric, (colour, label) in SUPERVISED[0].lines.items():
+    for metric, (color, label) in SUPERVISED[0].lines.items():
         points = [(each.step, each.metrics[metric]) for each in record.supervised_steps if metric in each.metrics]
         if (series := series_of(points)) is not None:
-            plots.plot_series(axes, series, colour, label, smoothed=False)
+            plots.plot_series(axes, series, color, label, smoothed=False)
     plots.format_axes(axes, y=panel.unit)
 
 

@@ -1,6 +1,6 @@
-"""Colours, series over steps, and charts. matplotlib is imported only when a chart is drawn.
+"""Colors, series over steps, and charts. matplotlib is imported only when a chart is drawn.
 
-A chart is drawn once, in light colours. In a page each colour becomes a CSS variable, which the dark mode changes."""
+A chart is drawn once, in light colors. In a page each color becomes a CSS variable, which the dark mode changes."""
 
 import html
 import io
@@ -85,11 +85,11 @@ def series_of(points: Iterable[tuple[int, float]]) -> Series | None:
 
 def window_of(series: Series) -> int:
     """Return the number of steps that the moving mean in `smooth` covers."""
-    return min(len(series), max(3, len(series) // SMOOTHING_SHARE) | 1)  # odd, so that it is centred
+    return min(len(series), max(3, len(series) // SMOOTHING_SHARE) | 1)  # odd, so that it is centered
 
 
 def smooth(series: Series) -> Series:
-    """Return the centred moving mean of a series. At both ends, the mean covers fewer steps."""
+    """Return the centered moving mean of a series. At both ends, the mean covers fewer steps."""
     return series.rolling(window_of(series) // 2 * 2 + 1, center=True, min_periods=1).mean()
 
 
@@ -123,7 +123,7 @@ def without_first_step(series: Series) -> Series:
 
 
 def thin(series: Series, most: int) -> Series:
-    """Reduce a series to at most `most` points, each of which is the mean of neighbouring steps."""
+    """Reduce a series to at most `most` points, each of which is the mean of neighboring steps."""
     if len(series) <= most:
         return series
     stretch = np.arange(len(series)) * most // len(series)
@@ -206,12 +206,12 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
 def _inline_svg(svg: str, name: str, title: str) -> Markup:
     """Convert matplotlib's SVG for use in a page. Remove the prolog and the namespaces, make the ids unique,
-    and set the page's colours and font."""
+    and set the page's colors and font."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", body)
-    for role, colour in LIGHT.items():
-        body = body.replace(colour, f"var(--{role})")
+    for role, color in LIGHT.items():
+        body = body.replace(color, f"var(--{role})")
     body = re.sub(r"(font:[^;\"]*?px) [^;\"]*", r"\1 var(--font-text)", body)
     size = re.search(r'viewBox="[^"]+"', body)
     assert size is not None, "matplotlib writes a viewBox"
@@ -219,44 +219,44 @@ def _inline_svg(svg: str, name: str, title: str) -> Markup:
     return Markup(re.sub(r"<svg[^>]*>", lambda _: head, body, count=1))
 
 
-def plot_series(axes: "Axes", series: Series, colour: str, label: str, *, smoothed: bool = True) -> None:
+def plot_series(axes: "Axes", series: Series, color: str, label: str, *, smoothed: bool = True) -> None:
     """Plot values and their moving mean. If `smoothed` is false or the values are few, plot only the values."""
     points = thin(series, MAX_POINTS)
     if len(series) <= FEW_POINTS or not smoothed:
-        _plot_points(axes, points, colour, label)
+        _plot_points(axes, points, color, label)
         return
     mean = thin(smooth(series), MAX_POINTS)
-    axes.plot(points.index, points, color=LIGHT[colour], alpha=0.28, linewidth=0.9)
-    axes.plot(mean.index, mean, color=LIGHT[colour], label=f"{label} (mean of {window_of(series)} steps)")
+    axes.plot(points.index, points, color=LIGHT[color], alpha=0.28, linewidth=0.9)
+    axes.plot(mean.index, mean, color=LIGHT[color], label=f"{label} (mean of {window_of(series)} steps)")
 
 
-def _plot_points(axes: "Axes", points: Series, colour: str, label: str) -> None:
+def _plot_points(axes: "Axes", points: Series, color: str, label: str) -> None:
     marker = "o" if len(points) <= FEW_POINTS else ""
-    axes.plot(points.index, points, color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
+    axes.plot(points.index, points, color=LIGHT[color], marker=marker, markersize=3.5, label=label)
 
 
 def plot_intervals(
-    axes: "Axes", points: Iterable[tuple[float, Interval]], colour: str, label: str = "", **style: Any
+    axes: "Axes", points: Iterable[tuple[float, Interval]], color: str, label: str = "", **style: Any
 ) -> None:
     """Plot values with their intervals. `style`: further arguments of `Axes.errorbar`."""
     x, found = zip(*points, strict=True)
     ends = np.array([(one.value - one.low, one.high - one.value) for one in found]).clip(0).T
-    look = {"marker": "o", "markersize": 4, "capsize": 2.5, "elinewidth": 1.0, "color": LIGHT[colour], **style}
+    look = {"marker": "o", "markersize": 4, "capsize": 2.5, "elinewidth": 1.0, "color": LIGHT[color], **style}
     axes.errorbar(x, [one.value for one in found], ends, label=label, **look)
 
 
-def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) -> None:
+def plot_group(axes: "Axes", curves: Sequence[Series], color: str, label: str) -> None:
     """Plot the curves of a group of runs. A single curve is plotted as it is. Several curves are plotted as their mean
     and a band from the lowest curve to the highest."""
     if len(curves) == 1:
-        _plot_points(axes, curves[0], colour, label)
+        _plot_points(axes, curves[0], color, label)
         return
     band = band_of(curves)
     if band.index[0] == band.index[-1]:  # with one point each, a band has no width
-        plot_intervals(axes, [(band.index[0], Interval(*band.iloc[0]))], colour, label)
+        plot_intervals(axes, [(band.index[0], Interval(*band.iloc[0]))], color, label)
         return
-    axes.fill_between(band.index, band["min"], band["max"], color=LIGHT[colour], alpha=0.16, linewidth=0)
-    axes.plot(band.index, band["mean"], color=LIGHT[colour], label=label)
+    axes.fill_between(band.index, band["min"], band["max"], color=LIGHT[color], alpha=0.16, linewidth=0)
+    axes.plot(band.index, band["mean"], color=LIGHT[color], label=label)
 
 
 def format_axes(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = True) -> None:

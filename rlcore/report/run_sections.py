@@ -135,7 +135,7 @@ PHASES: Mapping[str, tuple[str, str]] = {
     "update_weights": ("Weight sync", "sand"),
     "other": ("Between phases", "grey"),
 }
-"""The title and colour of each phase of a step. The phase `other` is the remaining time."""
+"""The title and color of each phase of a step. The phase `other` is the remaining time."""
 
 
 def phase_seconds(record: RunRecord) -> pd.DataFrame:
@@ -163,13 +163,13 @@ def draw_phases(record: RunRecord, figure: "Figure") -> None:
     axes = figure.subplots()
     phases: list[Series] = [thin(seconds[name], MAX_POINTS // 4) for name in seconds]
     labels = [PHASES[str(name)][0] for name in seconds]
-    colours = [LIGHT[PHASES[str(name)][1]] for name in seconds]
+    colors = [LIGHT[PHASES[str(name)][1]] for name in seconds]
     if len(seconds) == 1:
         tops = seconds.iloc[0].cumsum()
-        axes.bar(seconds.index.repeat(len(tops)), seconds.iloc[0], 0.4, tops - seconds.iloc[0], color=colours,
+        axes.bar(seconds.index.repeat(len(tops)), seconds.iloc[0], 0.4, tops - seconds.iloc[0], color=colors,
                  label=labels)  # fmt: skip
     else:
-        axes.stackplot(phases[0].index, phases, colors=colours, labels=labels, alpha=0.88, linewidth=0)
+        axes.stackplot(phases[0].index, phases, colors=colors, labels=labels, alpha=0.88, linewidth=0)
     format_axes(axes, y="seconds per step")
     axes.set_ylim(bottom=0, top=1.15 * float(seconds.sum(axis=1).quantile(0.99)))
 

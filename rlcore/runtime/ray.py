@@ -93,7 +93,7 @@ class RayGroup:
             )
         actor_class = ray.remote(RankProcess)
         nodes = placement_group_table(self._placement)["bundles_to_node_id"]
-        for rank, index in enumerate(neighbours(nodes)):
+        for rank, index in enumerate(neighbors(nodes)):
             options = actor_class.options(
                 num_cpus=runtime.threads_per_worker,
                 num_gpus=gpus,
@@ -197,10 +197,10 @@ def as_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
     return tensor
 
 
-def neighbours(nodes: Mapping[int, str]) -> list[int]:
+def neighbors(nodes: Mapping[int, str]) -> list[int]:
     """Return the bundle numbers, sorted so that the bundles of each node are next to each other.
 
-    >>> neighbours({0: "one", 1: "other", 2: "one"})
+    >>> neighbors({0: "one", 1: "other", 2: "one"})
     [0, 2, 1]
     """
     first = {nodes[bundle]: bundle for bundle in sorted(nodes, reverse=True)}

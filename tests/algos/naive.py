@@ -195,8 +195,8 @@ def mean(values: Flat) -> float:
 
 
 def std(values: Flat) -> float:
-    centre = mean(values)
-    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))
+    center = mean(values)
+    return math.sqrt(sum((v - center) ** 2 for v in values) / (len(values) - 1))
 
 
 def group_advantages(
@@ -206,11 +206,11 @@ def group_advantages(
     for i, score in enumerate(scores):
         mates = [j for j in range(len(scores)) if groups[j] == groups[i]]
         alone = len(mates) == 1
-        centre = 0.0 if alone else mean([scores[j] for j in mates])
+        center = 0.0 if alone else mean([scores[j] for j in mates])
         if method == "grpo":
-            out.append((score - centre) / ((1.0 if alone else std([scores[j] for j in mates])) + 1e-6))
+            out.append((score - center) / ((1.0 if alone else std([scores[j] for j in mates])) + 1e-6))
         elif method in ("dr_grpo", "reinforce_pp_baseline"):
-            out.append(score - centre)
+            out.append(score - center)
         elif method == "rloo":
             out.append(score if alone else score - mean([scores[j] for j in mates if j != i]))
         elif method == "opo":
@@ -224,8 +224,8 @@ def group_advantages(
         return out
     # whitened over tokens, each with its answer's value
     tokens = [value for value, length in zip(out, lengths, strict=True) for _ in range(length)]
-    centre, spread = mean(tokens), sum((v - mean(tokens)) ** 2 for v in tokens) / (len(tokens) - 1)
-    return [(value - centre) / math.sqrt(spread + 1e-8) for value in out]
+    center, spread = mean(tokens), sum((v - mean(tokens)) ** 2 for v in tokens) / (len(tokens) - 1)
+    return [(value - center) / math.sqrt(spread + 1e-8) for value in out]
 
 
 def pass_at_k(scores: Flat, groups: Sequence[int], k: int, threshold: float) -> list[float]:
@@ -253,9 +253,9 @@ def gdpo(parts: Sequence[Flat], weights: Flat, groups: Sequence[int]) -> list[fl
 
 def whiten(values: dict[int, float]) -> dict[int, float]:
     numbers = list(values.values())
-    centre = mean(numbers)
-    variance = sum((v - centre) ** 2 for v in numbers) / (len(numbers) - 1)
-    return {t: (v - centre) / math.sqrt(variance + 1e-8) for t, v in values.items()}
+    center = mean(numbers)
+    variance = sum((v - center) ** 2 for v in numbers) / (len(numbers) - 1)
+    return {t: (v - center) / math.sqrt(variance + 1e-8) for t, v in values.items()}
 
 
 def gae(

@@ -22,7 +22,7 @@ BETA = 0.3
 
 
 def pairs_of(rows: Rows, reference: Tensor) -> PackedBatch:
-    """Return the batch of pairs whose responses are neighbours in `rows`."""
+    """Return the batch of pairs whose responses are neighbors in `rows`."""
     lengths = rows.cu_seqlens.diff().tolist()
     count, num_pairs = rows.mask.numel(), rows.num_sequences // 2
     return PackedBatch(

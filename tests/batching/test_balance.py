@@ -186,7 +186,7 @@ def test_separated_responses_count_their_prompt() -> None:
     assert most_tokens(batch, shares, dealer) <= 700
 
 
-def test_select_neighbours_without_copy() -> None:
+def test_select_neighbors_without_copy() -> None:
     batch = drawn_batch(np.random.default_rng(2), 12, mean=20, longest=60)
     assert select(batch, range(12)) is batch
     chosen = select(batch, [4, 5, 6])

@@ -76,7 +76,7 @@ def test_select_train_keeps_none() -> None:
     assert torch.equal(chosen.advantages, values[5:])
 
 
-def test_shared_prompts_of_neighbours() -> None:
+def test_shared_prompts_of_neighbors() -> None:
     prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8, 9), "countdown", "{}")]
 
     def count(groups: list[int], lost: frozenset[int] = frozenset(), rows: list[int] | None = None) -> list[int]:

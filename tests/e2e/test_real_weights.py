@@ -31,7 +31,7 @@ ROUNDING = 5e-5
 """Rounding of a log-probability in float32, summed in another order by the packed attention and the chunked head."""
 TEXTS = [
     ("What is 16 - 3 - 4?", "16 - 3 - 4 = 9\n#### 9"),
-    ("Name a colour.", "Blue."),
+    ("Name a color.", "Blue."),
     ("Using the numbers [3, 7, 21], make 42.", "<answer>(7 - 3 / 3) * 7</answer> and some more words"),
 ]
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli import exit_code
-from flows.progress import LabelledDisplay, LiveDisplay, PlainDisplay, describe, display, metrics_text, use_display
+from flows.progress import LabeledDisplay, LiveDisplay, PlainDisplay, describe, display, metrics_text, use_display
 from flows.stages.dataset import show_rows
 from flows.work.protocol import CheckpointSaved, Note, Progress, RunEvent
 from rlcore.errors import MillraceError
@@ -32,9 +32,9 @@ def test_events_as_lines():
     assert describe(RunEvent("paused", {"missing_bytes": 3})) == "paused: missing_bytes 3"
 
 
-def test_labelled_display_prefixes_lines(capsys):
+def test_labeled_display_prefixes_lines(capsys):
     plain = PlainDisplay()
-    with use_display(plain), use_display(LabelledDisplay(display(), "point 2 seed 1", later_s=600.0)):
+    with use_display(plain), use_display(LabeledDisplay(display(), "point 2 seed 1", later_s=600.0)):
         display().event(step(20, eta_s=25.0))
         display().event(replace(step(20, eta_s=25.0), stage="warm-start"))
         display().event(CheckpointSaved(20, "/x"))
@@ -104,7 +104,7 @@ def test_terminal_has_live_and_permanent_lines():
 def test_live_line_of_a_sweep_fits_the_terminal(width, speed):
     screen, label = io.StringIO(), "point 1/2 seed 1 (run 1/4)"
     console = Console(file=screen, force_terminal=True, width=width)
-    with use_display(LiveDisplay(console)), use_display(LabelledDisplay(display(), label, 600.0)):
+    with use_display(LiveDisplay(console)), use_display(LabeledDisplay(display(), label, 600.0)):
         display().event(step(12, eta_s=95.0, tokens_per_s=9_000.4))
     assert f" {label}  train 12/40  reward 0.250{speed}  ETA 1:35, sweep 11:35" in screen.getvalue()
 

@@ -15,10 +15,10 @@ STEP_S = 0.01
 
 
 class SmallTrainer:
-    """`behaviour` is one of the names in `tests/flows/work/test_trainer.py`. Steps are stored in a file."""
+    """`behavior` is one of the names in `tests/flows/work/test_trainer.py`. Steps are stored in a file."""
 
-    def __init__(self, behaviour: str, run_dir: Path, replies_fd: int) -> None:
-        self.behaviour = behaviour
+    def __init__(self, behavior: str, run_dir: Path, replies_fd: int) -> None:
+        self.behavior = behavior
         self.run_dir = run_dir
         self.replies = os.fdopen(replies_fd, "w", buffering=1)
         self.stop = False
@@ -26,7 +26,7 @@ class SmallTrainer:
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         print(f"signal {number}")
-        self.stop = self.behaviour != "deaf"
+        self.stop = self.behavior != "deaf"
         if self.is_idle:
             self.leave_if_stopped()
 
@@ -45,7 +45,7 @@ class SmallTrainer:
 
     def train(self, to_step: int) -> None:
         for step in range(self.committed() + 1, to_step + 1):
-            time.sleep(STEP_S if self.behaviour != "slow" else 0.2)
+            time.sleep(STEP_S if self.behavior != "slow" else 0.2)
             self.send(event="progress", stage="train", step=step, total_steps=to_step, metrics={}, eta_s=float("nan"))
             if step == 3 and not (self.run_dir / "tripped").exists():
                 (self.run_dir / "tripped").touch()
@@ -57,7 +57,7 @@ class SmallTrainer:
         self.send(event="done", command="train", result={"step": to_step})
 
     def trip(self) -> None:
-        match self.behaviour:
+        match self.behavior:
             case "killed":
                 print("about to be killed", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -77,12 +77,12 @@ class SmallTrainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("behaviour")
+    parser.add_argument("behavior")
     parser.add_argument("--run", type=Path)
     parser.add_argument("--commands-fd", type=int)
     parser.add_argument("--replies-fd", type=int)
     arguments = parser.parse_args()
-    trainer = SmallTrainer(arguments.behaviour, arguments.run, arguments.replies_fd)
+    trainer = SmallTrainer(arguments.behavior, arguments.run, arguments.replies_fd)
     signal.signal(signal.SIGTERM, trainer.on_signal)
     print("ready", flush=True)
     for line in os.fdopen(arguments.commands_fd):

@@ -99,7 +99,7 @@ def test_layout_permutes_whole_sequences(seed: int, num_sequences: int, longest:
             assert group.slots.max() < group.num_sequences * group.length
             assert group.num_sequences * group.length <= 1.125 * (group.stop - group.start)
     assert len(layout.groups) <= 80
-    # Neighbouring tokens stay neighbours: sequences move whole.
+    # Neighboring tokens stay neighbors: sequences move whole.
     bounds = cumulated(lengths).tolist()
     for first, last in pairwise(bounds):
         assert (layout.computed_index[first:last].diff() == 1).all()

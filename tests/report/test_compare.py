@@ -245,7 +245,7 @@ def test_run_without_steps_is_compared(run_dirs, tmp_path):
     assert {row["bare"] for row in table(files, "metrics")} == {None}
 
 
-def test_runs_with_same_name_are_labelled_by_folder(tmp_path):
+def test_runs_with_same_name_are_labeled_by_folder(tmp_path):
     for place in ("a", "b"):
         write_run(tmp_path / place / "runs" / "same", experiment="debug", num_steps=2, num_problems=6, only=FEW[:1])
     files = compare_runs([tmp_path / "a" / "runs" / "same", tmp_path / "b" / "runs" / "same"])

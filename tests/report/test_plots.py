@@ -25,13 +25,13 @@ def test_ids_are_unique_and_references_resolve(ppo_report):
     assert used | clips <= set(ids)
 
 
-def test_pictures_use_page_colours(grpo_report):
+def test_pictures_use_page_colors(grpo_report):
     html = grpo_report.html.read_text()
     svgs = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
     assert len(svgs) >= 10
     for svg in svgs:
         assert "var(--" in svg
-        assert not re.search(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b", svg), "a colour that no dark page can change"
+        assert not re.search(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b", svg), "a color that no dark page can change"
     assert "prefers-color-scheme: dark" in html
 
 

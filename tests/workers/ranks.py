@@ -71,7 +71,7 @@ def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
 
 
 def as_pairs(packed: PackedBatch) -> PackedBatch:
-    """Return a batch whose neighbouring sequences are preference pairs, with their reference."""
+    """Return a batch whose neighboring sequences are preference pairs, with their reference."""
     names = ("cu_seqlens", "scores", "score_mask", "group_ids")
     return replace(packed, **{name: getattr(packed, name)[::2] for name in names})
 

@@ -23,7 +23,7 @@ ALGORITHMS = {
         "algo=grpo", "algo.policy_loss=kl_cov", "algo.policy_loss_options.share=0.3", "trainer.mini_batch_size=4",
     ],
 }  # fmt: skip
-"""Settings of each; sft: the supervised loss on the same responses; dpo: on pairs of neighbouring responses."""
+"""Settings of each; sft: the supervised loss on the same responses; dpo: on pairs of neighboring responses."""
 OTHERS = {
     **{name: [f"algo.policy_loss={name}"] for name in POLICY_LOSSES if name not in ("ppo_clip", "kl_cov")},
     "off_policy_mask": ["algo.off_policy_mask=0.5"],

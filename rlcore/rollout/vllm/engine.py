@@ -1,5 +1,5 @@
 """The `RolloutEngine` with vLLM in the worker's process. Responses to one prompt share the prefill through the prefix
-cache. Neighbouring ranks may share an engine (`rollout.tensor_parallel_size`). Each of these ranks then holds a part of
+cache. Neighboring ranks may share an engine (`rollout.tensor_parallel_size`). Each of these ranks then holds a part of
 every matrix. Each also runs vLLM's scheduler with the same requests, order and seeds, so all ranks make the same
 decisions."""
 

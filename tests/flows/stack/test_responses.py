@@ -150,14 +150,14 @@ def test_clicking_through_it(root, tmp_path):
         # An answer without a score says so in the list.
         assert "no score" in tab.texts(".item .figure")
 
-        # Tokens are coloured by one of several values, each in its own element as text.
+        # Tokens are colored by one of several values, each in its own element as text.
         tab.choose("#run", WITH_TOKENIZER)
-        tab.wait(f"{COUNT} === '8 responses' && document.querySelector('#colour') !== null")
+        tab.wait(f"{COUNT} === '8 responses' && document.querySelector('#color') !== null")
         assert tab.texts("#answers .tokens span")[0] == HOSTILE
         assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
-        assert tab.value("document.querySelector('#colour').value") == "log-probability"
+        assert tab.value("document.querySelector('#color').value") == "log-probability"
         tab.press("c")
-        assert tab.value("document.querySelector('#colour').value") == "trainer minus engine"
+        assert tab.value("document.querySelector('#color').value") == "trainer minus engine"
         assert tab.value("document.querySelector('#answers .tokens span').title").startswith("trainer minus engine ")
         assert "color-mix" in tab.value("document.querySelector('#answers .tokens span').getAttribute('style')")
         tab.choose("#run", RUN)

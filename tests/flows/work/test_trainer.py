@@ -86,13 +86,13 @@ def heard() -> Heard:
 
 def client_of(
     run_dir: Path,
-    behaviour: str,
+    behavior: str,
     on_event: Callable[[Event], None],
     on_line: Callable[[str], None] = print,
     root: Path | None = None,
     priority: int = 0,
 ) -> TrainerProcess:
-    request, command = SlotRequest(run_dir.name, 1, priority, time.time(), os.getpid()), (SMALL_TRAINER, behaviour)
+    request, command = SlotRequest(run_dir.name, 1, priority, time.time(), os.getpid()), (SMALL_TRAINER, behavior)
     slots = Slots(root or run_dir)
     made = TrainerProcess(run_dir, stop_wait_s=WAIT_S, slots=slots, request=request, command=command)
     made.on_event, made.on_line = on_event, on_line
@@ -102,8 +102,8 @@ def client_of(
 @pytest.fixture
 def start(tmp_path: Path, heard: Heard) -> Iterator[Callable[..., TrainerProcess]]:
     with ExitStack() as started:
-        yield lambda behaviour: started.enter_context(
-            closing(client_of(tmp_path, behaviour, heard.events.append, heard.lines.append))
+        yield lambda behavior: started.enter_context(
+            closing(client_of(tmp_path, behavior, heard.events.append, heard.lines.append))
         )
 
 
@@ -154,15 +154,15 @@ def test_dead_process_with_held_pipe_is_lost(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "kind", "message"),
+    ("behavior", "kind", "message"),
     [
         ("nonfinite", NonFiniteError, "loss is nan"),
         ("bug", MillraceError, "KeyError: 'x'"),
         ("babble", WorkerLostError, "hello"),
     ],
 )
-def test_error_is_raised_as_its_class(start, behaviour, kind, message):
-    with start(behaviour) as client, pytest.raises(MillraceError, match=message) as caught:
+def test_error_is_raised_as_its_class(start, behavior, kind, message):
+    with start(behavior) as client, pytest.raises(MillraceError, match=message) as caught:
         client.call("train", to_step=9)
     assert caught.type is kind
 
@@ -183,7 +183,7 @@ from pathlib import Path
 from flows.work.protocol import Note, Progress
 from flows.work.slots import Slots, SlotRequest
 from flows.work.trainer import TrainerProcess
-run_dir, behaviour, stop_wait_s = Path(sys.argv[1]), sys.argv[3], float(sys.argv[4])
+run_dir, behavior, stop_wait_s = Path(sys.argv[1]), sys.argv[3], float(sys.argv[4])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 events = []
 def heard(event):
@@ -191,7 +191,7 @@ def heard(event):
     if isinstance(event, Progress):
         (run_dir / "under-way").touch()
 client = TrainerProcess(run_dir, stop_wait_s=stop_wait_s, slots=Slots(run_dir),
-                        request=SlotRequest("a", 1, 0, 0.0, 0), command=(sys.argv[2], behaviour))
+                        request=SlotRequest("a", 1, 0, 0.0, 0), command=(sys.argv[2], behavior))
 client.on_event = heard
 client.call("who")
 (run_dir / "pid").write_text(str(client.pid))
@@ -203,21 +203,21 @@ except KeyboardInterrupt:
 """
 
 
-def start_caller(folder: Path, behaviour: str, stop_wait_s: float) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", CALLER, str(folder), SMALL_TRAINER, behaviour, str(stop_wait_s)]
+def start_caller(folder: Path, behavior: str, stop_wait_s: float) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", CALLER, str(folder), SMALL_TRAINER, behavior, str(stop_wait_s)]
     caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     wait_until(lambda: (folder / "under-way").exists() or caller.poll() is not None, "a step")
     return caller
 
 
-@pytest.mark.parametrize(("behaviour", "stop_wait_s"), [("slow", 60), ("deaf", 1)])
-def test_interrupt_lets_process_save_or_ends_it(tmp_path, behaviour, stop_wait_s):
-    caller = start_caller(tmp_path, behaviour, stop_wait_s)
+@pytest.mark.parametrize(("behavior", "stop_wait_s"), [("slow", 60), ("deaf", 1)])
+def test_interrupt_lets_process_save_or_ends_it(tmp_path, behavior, stop_wait_s):
+    caller = start_caller(tmp_path, behavior, stop_wait_s)
     caller.send_signal(signal.SIGINT)
     pid_after, notes, steps = json.loads(caller.communicate(timeout=WAIT_S)[0])
     assert pid_after is None
     assert not is_running(int((tmp_path / "pid").read_text()))
-    if behaviour == "slow":
+    if behavior == "slow":
         saved = int((tmp_path / "step").read_text())
         assert (f"saved step {saved}" in notes, steps[-1]) == (True, saved)
 
