@@ -57,7 +57,7 @@ class Damage:
     limited: bool = False
 
     def apply(self, root: Path) -> None:
-        """Damage the newest path that matches the pattern."""
+        """Damage the newest file or folder below `root` that matches the glob pattern `path`."""
         path = max(root.glob(self.path), key=lambda path: path.stat().st_mtime)  # models: the older one is its base
         self.action(path)
 
@@ -98,7 +98,7 @@ def _deep_json(path: Path) -> None:
 
 
 def _without_keys(path: Path) -> None:
-    """Remove a key from a checkpoint's manifest, and write a valid digest of the new manifest."""
+    """Remove `metrics` from a checkpoint's manifest. The digest is updated, so that only the missing key is wrong."""
     document = {key: value for key, value in json.loads(path.read_bytes()).items() if key != "metrics"}
     document["manifest_sha256"] = manifest_digest(document)
     path.write_text(json.dumps(document))

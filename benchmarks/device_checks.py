@@ -5,7 +5,7 @@
     python -m benchmarks.device_checks --only warm_start weight_sync --model FOLDER     # a model such as SmolLM2-135M
     python -m benchmarks.device_checks --shape=tiny --prompts=8 --mean=24 --longest=64        # on a CPU, two minutes
 
-Each check requires that its statement is true:
+A check passes if its statement in this table is true:
 
     short_memory   an update that runs out of memory is repeated in more micro-batches, with the same numbers
     weight_sync    30 weight syncs raise no false alarm, and a stale layer is detected

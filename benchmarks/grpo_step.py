@@ -36,7 +36,7 @@ SAMPLES = 5
 
 
 def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) -> RunConfig:
-    """Compose the settings of the reference experiment. If there are several ranks, they run under Ray."""
+    """Compose the settings of the reference run for the model in `directory`. Several ranks run under Ray."""
     prompts, engine = arguments.prompts, "hf" if arguments.engine == "none" else arguments.engine
     backend = "local" if ranks == 1 else "ray"
     overrides = [

@@ -37,8 +37,8 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """A `WorkerGroup` whose responses have fixed lengths. The order of the lengths changes in each step, so that a step
-    cannot reuse the work of an earlier step. If `real` is False, no engine runs, and the responses are random."""
+    """A `WorkerGroup` whose responses have the given lengths in each step. Their order changes from step to step, so
+    that no step repeats an earlier one. If `real` is False, no engine runs, and the responses are random."""
 
     def __init__(self, config: RunConfig, directory: Path, lengths: Sequence[int], *, real: bool = True):
         self._group = start_workers(config, str(directory))
@@ -140,7 +140,8 @@ class Loop:
 def training_loop(
     config: RunConfig, directory: Path, group: WorkerGroup, *, real_prompts: Sequence[Prompt] = ()
 ) -> Iterator[Loop]:
-    """Open a training loop at step 0 with the workers' weights. If `real_prompts` is empty, the prompts are random."""
+    """Open a training loop that continues from the workers' current weights and counts from step 0. If `real_prompts`
+    is empty, the prompts are random."""
     rng, vocab_size = np.random.default_rng(3), vocab_size_of(directory)
     prompts = list(real_prompts) or [
         Prompt(i, tuple(rng.integers(4, vocab_size, PROMPT_TOKENS).tolist()), config.data.task, GROUND_TRUTH)
@@ -176,7 +177,8 @@ class Steps:
 def run_steps(
     config: RunConfig, directory: Path, group: FixedLengths, *, warm_up: int, measured: int, trace: bool = False
 ) -> Steps:
-    """Run `warm_up` steps and then `measured` steps, print a line for each step, and close the workers."""
+    """Run `warm_up` steps and then `measured` steps, and print a line for each. Return the results of the measured
+    steps and the peak memory. The workers are closed."""
     results: list[StepResult] = []
     with contextlib.closing(group):
         with training_loop(config, directory, group) as loop:

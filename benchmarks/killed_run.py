@@ -1,4 +1,4 @@
-"""Kill processes of a run at random moments by SIGKILL, and compare the run's numbers with an undisturbed run's.
+"""Kill processes of a run by SIGKILL at random moments, and compare its results with those of an undisturbed run.
 
     python -m benchmarks.killed_run --kills 60         # debug on Ray
     python -m benchmarks.killed_run --kills 5 experiment=countdown_demo trainer.total_steps=40
@@ -44,7 +44,8 @@ ON_RAY = (
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
 MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
-"""A suffix for each kind of process. A word of the command line of such a process ends with the suffix."""
+"""Three kinds of process, with a suffix for each. A process is of a kind if an argument on its command line ends with
+the suffix."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}
 PARTS = ("flow", *MARKS, *NAMES.values())
 
@@ -61,7 +62,8 @@ class Kill:
 
 @dataclass
 class Findings:
-    """`codes` counts the runs by exit code. `raw` has the outputs with a traceback or an unknown exit code."""
+    """The results of all kills. `codes`: how often the command ended with each exit code. `raw`: the last output of
+    each command that printed a traceback or ended with an unknown exit code."""
 
     kills: list[Kill] = field(default_factory=list)
     codes: Counter[int] = field(default_factory=Counter)

@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 @lru_cache(maxsize=1)
 def readings() -> dict[str, str]:
-    """Return the expected reading of each reference by `data.math`. A reading is a text such as `number 25/2%`, `words
+    """Return how `data.math` must read each reference of this benchmark, as a text such as `number 25/2%`, `words
     sunday` or `refused`."""
     rows = (line.partition("\t") for line in REFERENCES.read_text().splitlines())
     return {reference: reading for reference, _, reading in rows}

@@ -14,9 +14,9 @@ and no more tests run. The folder's tests run instead if --lines is not given or
 timeout (--limit) also counts as noticed. At the end, the tests that noticed a mutation run on the unchanged sources. If
 a test also fails there, its mutations count as unnoticed.
 
-The mutations and their tests are written to --out (JSON). The results of other folders in this file are kept. If an
-unnoticed mutation changes no behavior, a reader can write the reason into the file, as `equivalent`. Later runs keep
-the reason. The exit code is 0.
+The mutations and their tests are written to --out (JSON). If the file exists, its results for folders without new
+mutations are kept. If an unnoticed mutation changes no behavior, a reader can write the reason into the file, as
+`equivalent`. Later runs keep the reason. The exit code is 0.
 """
 
 import argparse
@@ -61,8 +61,9 @@ class Mutation:
     """A change of the source: `new` replaces the text from `start` to `end`. Each position is a line number,
     from 1, and a column.
 
-    `tried` is the number of tests that execute `statement`, or 0 if the folder's tests ran. `noticed_by` is a test or
-    "limit". `equivalent` is a reader's reason why the mutation changes no behavior."""
+    `statement` is the line where the mutated statement begins. `tried` is the number of tests that execute this line,
+    or 0 if all tests of the folder ran instead. `noticed_by` is the test that failed, or "limit" after a timeout.
+    `equivalent` is a reader's reason why the mutation changes no behavior."""
 
     folder: str
     file: str
@@ -160,7 +161,8 @@ def _tests_of(folder: str) -> str:
 
 @cache
 def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
-    """Return the tests that execute each line of each file. Tests that execute fewer lines come first."""
+    """Read from the coverage data `lines` which tests execute each line of each file. For each line, tests that execute
+    fewer lines overall come first."""
     from coverage import CoverageData
 
     data: Any = CoverageData(str(lines))
@@ -201,8 +203,8 @@ def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: i
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
-    """Write the results to a file. If the file exists, keep its results of other folders, and the reasons that readers
-    have written as `equivalent`."""
+    """Write the mutations and their tests to `out`. If the file exists, its results for folders without new mutations
+    are kept. The reasons that readers have written as `equivalent` are kept too."""
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
     remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:

@@ -26,7 +26,7 @@ class Expression:
     operations: tuple[_Operation, ...]  # left value, operator, right value and result, in the order of computation
 
     def solution_steps(self) -> str:
-        """Return the text of all operations with their results, in the order of computation."""
+        """Return the expression's operations and their results in the order of computation: `3 + 4 = 7, 7 * 5 = 35`."""
 
         def text(value: Rational) -> str:
             return str(Fraction(*value)) if value[1] else "undefined"

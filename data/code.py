@@ -72,7 +72,8 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Return the share of tests that pass within `sandbox.time_s`. The part `compiles` is 0 after a syntax error."""
+    """Return the share of tests that pass. All tests of a response share the time limit `sandbox.time_s`. The part
+    `compiles` of the score is 0 after a syntax error."""
     if "entry_point" in ground_truth:
         program = _completed(str(ground_truth["prompt"]), response, str(ground_truth["entry_point"]))
         tests = [f"{ground_truth['test']}\ncheck({ground_truth['entry_point']})"]

@@ -54,7 +54,9 @@ _FORMS = {"bare": "bare", "few-shot": "first"}
 
 
 def build(settings: "CountdownData", seed: int) -> TaskRows:
-    """Build the rows. The seed determines every byte. Raises DataError if the settings allow too few problems."""
+    """Build the rows of both splits. The same settings and seed always give the same rows.
+
+    Raises DataError if the settings allow too few problems."""
     from data.countdown_problems import generate
 
     return TaskRows(
@@ -94,7 +96,7 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
     """Return a response that gives `equation`. If the template has a `<think>` section, this section shows the
-    equation's value, or a search if `data.search_tries` is set.
+    equation's value. If `data.search_tries` is set, it shows failed tries and then the steps of the equation.
     """
     last = evaluate(equation)
     assert last is not None

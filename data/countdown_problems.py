@@ -46,7 +46,7 @@ class Problem:
 
     @property
     def difficulty(self) -> int:
-        """Return the number of operations."""
+        """Return the number of operations in the solution."""
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
@@ -88,7 +88,7 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 
 
 def require_enough(settings: CountdownData, seed: int) -> dict[str, list[Problem]] | None:
-    """Return the problems of both splits if all problems can be enumerated, or None if there are too many.
+    """Return the problems of both splits, or None if there are too many possible problems to enumerate them.
 
     Raises DataError if `data.number_high` is so large that 64-bit integers could overflow, or if there are too few
     problems."""

@@ -138,7 +138,9 @@ def check_first_row(config: WarmStartConfig) -> None:
 def _rows_that_fit(
     config: WarmStartConfig, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, counts: Counter[str]
 ) -> Iterator[tuple[_Tokenized, ...]]:
-    """Yield the responses of each row: two for a preference pair, otherwise one. Count the omitted rows."""
+    """Yield the tokenized responses of each row: two for a preference pair, otherwise one.
+
+    Rows that are empty, overlong, identical or duplicate are omitted and counted in `counts`."""
     rows, size = records_of(Path(config.demonstrations or "").expanduser()), 1 + (config.loss == "dpo")
     tokenizer: PromptTokenizer | None = None
     seen = set[int]()

@@ -301,7 +301,8 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """An index of held-out rows by prompt and by multiset of numbers. A training row that matches is refused."""
+    """An index of held-out rows by prompt and by multiset of numbers. DataError is raised for a training row with the
+    prompt or the multiset of a held-out row."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy

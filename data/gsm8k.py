@@ -121,7 +121,8 @@ def only_number(line: str) -> Fraction | None:
 
 
 def final_number(text: str, within: int) -> Fraction | None:
-    """Return the last number within the last `within` characters of a text."""
+    """Return the last number within the last `within` characters of a text. Return None if there is no number, or if
+    the words around the last number change its value."""
     end = text[-within - 1 :]
     # The first word of a longer text may be truncated, so that 118 would be read as 18.
     words = _words(end if len(end) <= within else end.partition(" ")[2])
@@ -142,7 +143,9 @@ def _has_digit(word: str) -> bool:
 
 
 def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | None:
-    """Return the number at `place`, or None if an adjacent word or a word in `context` changes its value."""
+    """Return the number `words[place]`. Return None if it is no plain number or another word changes its value.
+
+    Such a word can be next to the number (`minus 18`) or in `context`, the line or sentence of the number."""
     word = words[place].lstrip(_LEADING).rstrip(_TRAILING)
     found = _NUMBER.fullmatch(word)
     if found is None or _MAGNITUDE.fullmatch(found.group(2)) or any(map(makes_another, context)):

@@ -58,7 +58,9 @@ def _verdict(settings: JudgeConfig, request: str) -> float:
 
 
 def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
-    """Return a response format that lists all allowed scores, or {} if `levels` is None."""
+    """Return the request field `response_format`: a JSON schema of all allowed scores.
+
+    Return {} if `levels` is None."""
     if settings.levels is None:
         return {}
     evenly = (settings.highest * level / (settings.levels - 1) for level in range(settings.levels))

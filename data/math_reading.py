@@ -148,7 +148,9 @@ def without_introduction(text: str) -> str:
 
 
 def number_in_words(plain: str) -> Number | None:
-    """Read a response as a number, for a reference that is a number. A letter after the number is a unit (`18 m`)."""
+    """Read the number in a response such as `Area: 18` or `x = 18`, or return None.
+
+    For numeric references only: a letter after the number counts as a unit (`18 m`), not as a variable."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None

@@ -176,7 +176,7 @@ class RepeatableOpenEnv(OpenEnv):
 
 
 def _read(text: str | bytes) -> dict[str, Any] | None:
-    """Return the data of an observation, the code of an error, or None for any other message."""
+    """Return the data of an observation, `{"code": ...}` for an error, or None for any other message."""
     try:
         message = json.loads(text)
         data = message["data"]

@@ -174,7 +174,9 @@ def check_references(
 
 
 def _rows(data: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> list[RowReference]:
-    """Read the rows, from local files if possible, so that messages can give lines."""
+    """Read the rows from the user's local files, so that error messages can name file and line.
+
+    If there are no local files, read the built dataset in `directory`."""
     rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)

@@ -1,7 +1,7 @@
 """The row schema as Arrow types, and functions for parquet files, their provenance and dataset cards.
 
-The task determines the type of the ground truth. In the user's files, `style`, `index` and `split` are ignored. Files
-are written in bounded memory, and the same rows always give the same bytes."""
+The task determines the type of the ground truth. The schema's fields `style`, `index` and `split` are ignored in the
+user's files. Files are written in bounded memory, and the same rows always give the same bytes."""
 
 import json
 import math
@@ -198,7 +198,8 @@ def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Return a writer without dictionaries and statistics, because no reader filters by values."""
+    """Return a writer of parquet files without dictionary encoding and column statistics. Readers do not need them,
+    because they never filter rows by value."""
     return pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
 
 

@@ -64,7 +64,8 @@ class StageResult:
     """The result of a stage. `directory`: the published folder, whose name is the fingerprint. `cached`: True if an
     earlier result was reused.
 
-    `counts` has the rows of each split, and the omitted rows by reason. `warning`: a remark about the rows, or ''."""
+    `counts`: the number of rows in each split, and of rows omitted for each reason. `warning`: a remark about the rows,
+    or ''."""
 
     directory: Path
     cached: bool

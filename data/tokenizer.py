@@ -369,7 +369,8 @@ class _PieceSpaceError(Exception):
 
 
 class _Pieces(dict[str, bytes]):
-    """A cache of token ids by piece. `lead` is the text before each piece, a space or ''."""
+    """A cache of the token ids of pieces, which are the texts between single spaces. `lead` (a space or '') is put
+    before a piece when it is tokenized."""
 
     def __init__(self, backend: Any, lead: str) -> None:
         super().__init__()
@@ -385,7 +386,9 @@ class _Pieces(dict[str, bytes]):
 
 
 class PieceEncoder:
-    """An encoder that tokenizes by pieces, without special tokens. The ids are the same as for the whole text."""
+    """An encoder that splits a text at spaces and tokenizes each different piece once, without special tokens.
+
+    The ids are the same as for the whole text."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend

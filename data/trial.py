@@ -41,7 +41,8 @@ _MARK = "first row for Millrace: "  # among lines that the build prints
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """A row for a trial: messages, ground truth as JSON, and a response with a full score (or '')."""
+    """A row of a task, to test scorer and chat template before the run. `solution`: a response with a full score, or
+    ''."""
 
     prompt: list[dict[str, str]]
     prompt_form: PromptForm

@@ -230,7 +230,10 @@ def is_counted(word: str) -> bool:
 
 
 def _fraction(found: re.Match[str]) -> Fraction | None:
-    """Return the value of a fraction, or None for a whole number. A mixed number must have a fraction below 1."""
+    """Return the value of a matched fraction or mixed number, or None if it is refused.
+
+    Refused are fractions with a whole value (36/2), a denominator of 0 or a second sign, and mixed numbers whose
+    fraction is not below 1."""
     start = found.re.groupindex["fraction"]
     sign, top, digit, sign_below, bottom, other_digit, over, sign_under, under = found.groups()[start : start + 9]
     above, below = int(_digits(top or digit or over)), int(_digits(bottom or other_digit or under))

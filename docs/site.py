@@ -19,7 +19,7 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the decisions to the navigation, in the order of their numbers."""
+    """Add the pages in docs/decisions to the navigation, in the order of their numbers."""
     decisions = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs/decisions").glob("*.md"))
     for section in config.nav:
         if "Decisions" in section:

@@ -153,7 +153,8 @@ def show_checkpoints(run: OpenRun) -> None:
 
 
 def show_mlflow_page(run: OpenRun) -> None:
-    """Show the link to MLflow's table of all runs. Do nothing if the address of the run's page is unknown."""
+    """Show the link to MLflow's table of all runs. The link is made from the address of this run's MLflow page, so
+    nothing is shown while this address is unknown."""
     if (page := run.prefect_view.mlflow_page) and "mlflow" not in run.prefect_view.artifacts:
         _update(run, "mlflow", f"{run.run_id} among all runs in MLflow", lambda: table_url(page), "link")
 
@@ -174,7 +175,7 @@ def show_report(run: OpenRun, html: Path) -> None:
 
 
 def assets_of(stage: Stage[Any], run: OpenRun) -> list[Asset]:
-    """Return the Prefect asset of a stage's result. The list is empty if there is no asset."""
+    """Return the Prefect asset for the folder that a stage writes. The list is empty if `stage.asset` is None."""
     if (place := stage.asset(run)) is None:
         return []
     properties = AssetProperties(name=stage.title(run), url=place.as_uri())
@@ -264,7 +265,8 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update checkpoints, summary and MLflow link, unless they were updated less than `SUMMARY_EVERY_S` ago."""
+        """Update checkpoints, summary and MLflow link. Unless `now`, do nothing if the last update was less than
+        `SUMMARY_EVERY_S` seconds ago."""
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return

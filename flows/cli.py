@@ -1,4 +1,4 @@
-"""The command line of Millrace. This module also sets the exit code and reports the error of the process.
+"""The command line of Millrace. This module also reports errors and sets the exit code.
 
 A command's docstring is its help. A command imports large packages only when it runs.
 """

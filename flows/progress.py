@@ -25,12 +25,12 @@ HEADLINE_METRIC = re.compile(r"/reward/(mean_at_\d+|pass_at_\d+|greedy)$")  # va
 
 
 def skipped_suffix(cached: bool) -> str:
-    """Return the end of an output line: a note if the result existed before, otherwise ''."""
+    """Return a note that a stage was skipped because its result existed before, or '' if `cached` is false."""
     return ", skipped: done before" if cached else ""
 
 
 class Display:
-    """A display of stages and events. This base class shows nothing. Workers use it, because they log to Prefect."""
+    """The base class of displays, which shows nothing. Flow runs of a Prefect worker use it and log to Prefect."""
 
     def line(self, text: str) -> None:
         """Print a permanent line."""
@@ -252,7 +252,10 @@ class ValidationSummary:
 
 
 def reward_changes(validations: Sequence[ValidationSummary]) -> list[str]:
-    """Return a text such as `mean_at_4 0.326 -> 0.730` for each mean reward that all validations have."""
+    """Return how each mean reward changes over the validations, such as `mean_at_4 0.326 -> 0.730`.
+
+    Mean rewards that a validation lacks are left out.
+    """
     if not validations:
         return []
     means = [name for name in validations[-1].summary if HEADLINE_METRIC.search(name) and "/mean_at_" in name]
@@ -277,7 +280,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _metrics_by_kind(values: Mapping[str, str]) -> str:
-    """Return held-out metrics as text. The rewards and the shares of solved problems form two labeled lists."""
+    """Return held-out metrics as one line: first the rewards, then the shares of solved problems (pass@k)."""
     labels = _labels(list(values))
     kinds = {"reward": [name for name in values if "/pass_at_" not in name]}
     kinds["share solved"] = [name for name in values if name not in kinds["reward"]]

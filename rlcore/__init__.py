@@ -10,7 +10,7 @@ SOURCE_FOLDER = Path(__file__).resolve().parents[1]
 
 
 def python_path() -> str:
-    """Return a `PYTHONPATH` with the import path of this process. Entries that are not strings are omitted."""
+    """Return `sys.path` of this process as a `PYTHONPATH`. Entries of `sys.path` that are not strings are omitted."""
     return os.pathsep.join(place or str(Path.cwd()) for place in sys.path if isinstance(place, str))
 
 

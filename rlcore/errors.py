@@ -1,4 +1,5 @@
-"""The tree of exceptions. They are pickled between processes, so a constructor takes exactly the values in `args`."""
+"""The exceptions of Millrace. They are pickled between processes, so a constructor takes exactly the values in
+`args`."""
 
 import sys
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 EXIT_RESUMABLE = 75
 """The exit code of a command that stopped on request and saved its state. The same command resumes the run."""
 MODULE_REMEDY = "A module is found in the working directory, next to the experiment's file, on PYTHONPATH, or installed"
-"""The remedy for a module that the settings name and that cannot be imported."""
+"""The remedy in an error message about a module that the settings name and that cannot be imported."""
 
 
 def missing_object_remedy(name: str) -> str:
@@ -33,7 +34,7 @@ class ConfigError(MillraceError, ValueError):
 
 
 class TrialError(ConfigError):
-    """The trial of a judge or of user code failed before the run."""
+    """A trial call of a judge or of user code failed before the start of the run."""
 
 
 class DataError(MillraceError, ValueError):
@@ -137,5 +138,6 @@ RESUMABLE = (StopRequestedError, DiskSpaceError)
 
 
 def is_stop(error: BaseException | None) -> bool:
-    """Return whether an error is a request to stop, including a request that Python or Prefect raised."""
+    """Return whether an error is a StopRequestedError or another request to stop, such as KeyboardInterrupt or a
+    cancellation by Prefect."""
     return isinstance(error, StopRequestedError) or (error is not None and not isinstance(error, Exception))

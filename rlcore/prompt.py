@@ -19,7 +19,8 @@ class FastPickle:
 
 @dataclass(frozen=True, slots=True)
 class Prompt(FastPickle):
-    """One tokenized row. `ground_truth_json`: the ground truth for the scorer. `difficulty`: set by the task, or 0."""
+    """One tokenized row of a data set. `ground_truth_json`: the ground truth for the scorer. `difficulty`: the row's
+    difficulty in the unit of the task, or 0 if the task defines none."""
 
     prompt_id: int
     token_ids: tuple[int, ...]

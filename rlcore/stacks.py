@@ -38,7 +38,8 @@ def register(name: str) -> None:
 
 
 def open_folder(folder: Path) -> None:
-    """Empty the folder for stacks. Processes that start after this call register in the folder."""
+    """Create the folder for stacks, and delete old files from it. Processes that start after this call can register in
+    the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.txt"):  # left by a killed trainer
         path.unlink(missing_ok=True)
@@ -103,8 +104,8 @@ def _stack(pid: int, path: Path) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Return whether the process has the file open. If not, the file was written by an earlier process, which had the
-    same id."""
+    """Return whether the process has the file open. If it does not, the file belongs to another process with the same
+    id, which has ended or is on another host."""
     try:
         return any(path.samefile(file.path) for file in psutil.Process(pid).open_files())
     except (psutil.Error, OSError):

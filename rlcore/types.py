@@ -99,7 +99,8 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """A packed batch with all inputs of an update, each Float[T] and 0 where `loss_mask` is False.
+    """A packed batch with all inputs of an update. Unless described otherwise, each is Float[T] and 0 where `loss_mask`
+    is False.
 
     `old_logprobs` is None if the batch gets only one update. `importance_weights` is 1 without a correction, and 0 for
     a token that is excluded from the policy loss. `covariance_rank`: the share of the mini-batch's tokens whose

@@ -256,7 +256,8 @@ _active = Code({})
 
 @contextmanager
 def run_code(folder: Path) -> Iterator[None]:
-    """Use a run's copy of the code for imports and fingerprints inside the `with` block, if there is a copy."""
+    """Use a run's copy of the code for imports and fingerprints inside the `with` block. If there is no copy, use the
+    original files."""
     global _active
     before, code = _active, read_code(folder)
     _active = code or Code({})

@@ -24,9 +24,9 @@ OVER_CAP = 0.2  # approximate share of the ratios above the cap
 
 
 def differences(rig: Rig) -> Verdict:
-    """Compare the log-probabilities of engine and trainer.
+    """Require that engine and trainer give the sampled tokens almost the same log-probabilities.
 
-    If the engine is in bfloat16, also compare both with log-probabilities that are computed in float32."""
+    If the engine is in bfloat16, also measure how far both are from log-probabilities in float32."""
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts
@@ -51,7 +51,7 @@ def differences(rig: Rig) -> Verdict:
 
 
 def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
-    """Compute the log-probabilities of the initial policy in float32, after its weights are rounded to bfloat16."""
+    """Compute the initial policy's log-probabilities in float32, from weights rounded to bfloat16 as in the engine."""
     config = worker._config
     plain = config.model.model_copy(update={"dtype": "float32", "attention": "sdpa", "compile": False})
     device = worker._device
@@ -64,7 +64,7 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
 
 
 def correction(rig: Rig) -> Verdict:
-    """Compare the loss of a step with a naive computation, in each mode of the importance correction."""
+    """Compare the loss of a training step with a naive computation of it, in each mode of the importance correction."""
     if rig.group.kept is None:
         rig.step()
     kept = rig.group.kept

@@ -36,8 +36,10 @@ class Verdict:
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that repeats its first responses. A check can set `around` to a function that returns a context
-    manager for a worker method. Every call of the method then starts inside this context manager."""
+    """A worker group that generates responses in its first step and returns the same responses in every later step.
+
+    A check can set `around` to a function that returns a context manager for a worker method. Every call of the method
+    then starts inside this context manager."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
@@ -93,7 +95,8 @@ class Rig:
         return compose(base, [*arguments.overrides, *overrides])
 
     def step(self, *overrides: str, reset: bool = True) -> StepResult:
-        """Run training step 1 on the recorded responses, from the initial policy if `reset`."""
+        """Run training step 1 on the recorded responses, with the settings changed by `overrides`. If `reset`, restore
+        the initial policy first."""
         if reset:
             self.group.each(Worker.reset)
         with self.loop(*overrides) as loop:

@@ -1,4 +1,5 @@
-"""A check that an update is repeated in more micro-batches if it runs out of memory. The results must be the same."""
+"""A check that an update is repeated in more micro-batches if it runs out of memory. The results must equal those of
+an update with enough memory."""
 
 import contextlib
 import ctypes
@@ -24,8 +25,8 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make the CPU allocator return freed memory to the system. Otherwise `short_of_memory` would allow the freed
-    memory in addition to `room`."""
+    """Make the CPU allocator return freed memory to the system. Otherwise an update could use this memory in addition
+    to the memory that `short_of_memory` allows."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)

@@ -55,7 +55,8 @@ def _weights(worker: Worker) -> dict[str, Tensor]:
 
 @contextmanager
 def _skip_sync(old: dict[str, Tensor]) -> Iterator[None]:
-    """Inside the `with` block, send the outdated tensors `old` to vLLM instead of the tensors' current values."""
+    """Inside the `with` block, let weight syncs send the outdated tensors `old` to vLLM instead of the current tensors
+    with the same names."""
     load = weight_sync.load_weights
 
     def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:

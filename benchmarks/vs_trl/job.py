@@ -16,7 +16,7 @@ class Job:
     """The work of one trainer. `folder`: contains the prompts in the order of the steps. If `evaluated_steps` is not
     empty, the folder also contains the held-out problems and the weights.
 
-    `precision`: the type of the weights, fp32 or bf16 (TRL only). On a GPU, matrix products are in bfloat16 with both.
+    `precision`: the type of the weights, fp32 or bf16 (TRL only). On a GPU, matrix products are always in bfloat16.
     `lengths`: the number of tokens of each response in a step, or () if the model ends the responses itself.
     `micro_batch`: the number of responses in one forward pass of TRL."""
 

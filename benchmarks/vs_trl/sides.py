@@ -56,7 +56,7 @@ def describe(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 
 
 def run_side(sides: Mapping[str, Side], name: str, folder: Path) -> None:
-    """Run the side `name` in this process, and write the measurements to `folder`."""
+    """Run the side `name` in this process, with the job and rows in `folder`. Write the measurements to `folder`."""
     job, rows = (json.loads((folder / file).read_text()) for file in ("job.json", "rows.json"))
     torch.set_num_threads(job["threads"])
     (folder / f"{name}.json").write_text(json.dumps(sides[name](job, rows)))

@@ -53,7 +53,8 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
-    """Return the median rate over batches. The rate of a batch is its count divided by its seconds."""
+    """Return the median rate over the batches of a run. The rate of a batch is its number of tokens or responses
+    (`counts`) divided by its seconds."""
     return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
 
 

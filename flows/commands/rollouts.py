@@ -106,7 +106,7 @@ def audit(
     as_json: AsJson = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Check that a scorer does not reward worthless responses. The exit code is 1 if one of them is rewarded.
+    """Check that a scorer does not reward empty, copied or other worthless responses. If it does, the exit code is 1.
 
     Examples:
       millrace audit countdown_demo-s1

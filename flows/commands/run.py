@@ -186,7 +186,7 @@ def compose_arguments(
 ) -> "RunSettings":
     """Compose the settings of a command. `fork` names a run to branch from. Warn of each setting that has no effect.
 
-    With `dry_run`, no weights are written for the fork. If settings are wrong, one ConfigError lists all of them.
+    With `dry_run`, the weights of `fork` are not exported. If settings are wrong, one ConfigError lists all of them.
     """
     from flows.parameters import all_overrides, compose_settings
 

@@ -146,7 +146,7 @@ def _print_line(line: str) -> None:
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Request a run to stop, and wait for its end. The run finishes its step and saves.
+    """Let a run finish its current step, save and stop. The command waits until the run has ended.
 
     Repeat the run's command to resume the run.
 
@@ -225,7 +225,7 @@ def slots(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show or set the number of ranks that train concurrently under a root. List the runs that hold or await slots.
+    """Show or set the slots of a root, and list the runs that hold or await slots. Each rank needs a slot to train.
 
     Examples:
       millrace slots

@@ -37,14 +37,14 @@ _HYDRA = {
     "--experimental-rerun": "The command of a run is in its run.json and its report; it resumes the run",
     **dict.fromkeys(("-sc", "--shell-completion"), "Write millrace --install-completion"),
 }
-"""The advice in the error message for each option of Hydra that a command does not support.
+"""Advice for error messages. The keys are Hydra options that Millrace's commands do not support.
 
-Some keys are values of Hydra's options, such as `plugins` for `--info`.
+Keys such as `plugins` are unsupported values of the options `--cfg` and `--info`.
 """
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands that accepts Hydra's options and `paths.root=DIR`. All error messages have the same form."""
+    """A typer group whose commands accept `paths.root=DIR` and some Hydra options. Usage errors become ConfigErrors."""
 
     def main(self, *args: Any, **more: Any) -> NoReturn:
         """Run a command and exit with its code. Raises ConfigError for a mistake in the arguments."""
@@ -108,9 +108,9 @@ def _usage_error(error: Any) -> ConfigError:
 def command_group(
     sections: Mapping[str, Mapping[str, Callable[..., None]]], description: str, **more: Any
 ) -> typer.Typer:
-    """Return a typer group of commands. `sections` has the commands for each section of the group's help.
+    """Return a typer group of commands. `sections` maps each section of the group's help to its commands by name.
 
-    The lines of examples in a command's help are not wrapped.
+    The lines of examples in a command's help are not wrapped. `more` is passed to `typer.Typer`.
     """
     group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
     for section, name, command in ((section, *one) for section, each in sections.items() for one in each.items()):
@@ -170,7 +170,10 @@ def root_folder(given: str | Path) -> Path:
 
 
 def use_config_dir(given: Path | None) -> Path | None:
-    """Set the folder of `--config-dir` for this process and its children. Raises ConfigError if it does not exist."""
+    """Let this process and its children also read configuration files from the folder of `--config-dir`.
+
+    Return the folder. Raises ConfigError if it does not exist.
+    """
     if given is not None:
         from rlcore.config.base import CONFIG_DIR_VARIABLE, conf_dirs
 
@@ -230,7 +233,10 @@ def require_only_settings(words: Sequence[str] | None) -> None:
 
 
 def show_wrong_settings(settings: Sequence[str] | None, root: Path | None, package: str | None) -> None:
-    """Print settings as YAML although some are wrong. Print nothing if the experiment is unknown."""
+    """Print the settings as YAML, with defaults in place of invalid values.
+
+    Print nothing if the experiment is unknown.
+    """
     from flows.parameters import RunSettings, all_overrides
     from rlcore.config.compose import compose
 
@@ -248,7 +254,10 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
-    """If `cfg` is set, print the settings or their section `package` as YAML. Otherwise print where they come from."""
+    """If `cfg` is set, print the settings as YAML, or only their section `package`.
+
+    Otherwise print the files, groups and overrides that the settings come from, or the part of this list in `info`.
+    """
     from rlcore.config.base import Section, conf_dirs, value_at
     from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml

@@ -94,7 +94,10 @@ def metrics(
 
 
 def prometheus_text(root: Path) -> str:
-    """Return the current metrics of a root. Runs without a living process are only counted, by state."""
+    """Return metrics of a root's runs, slots, services and disk in Prometheus's text format.
+
+    Each run that is running, waiting or stopping has separate metrics. Other runs are only counted by state.
+    """
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     from flows.stack.control import service_states

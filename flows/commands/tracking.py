@@ -229,7 +229,10 @@ def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
 
 
 def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return the addresses of MLflow pages. If no server runs, add the command that starts one to the last address."""
+    """Return `pages` with the address of the root's running MLflow server in place of the default local address.
+
+    If no server runs, the text of the last page also names the command that starts one.
+    """
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI
 

@@ -120,7 +120,7 @@ class LocalServer:
 
 @dataclass(frozen=True, slots=True)
 class PrefectApi:
-    """The address of a Prefect server. `server` is None if the server outlives this command."""
+    """The address of a Prefect server. `server` is set only if this process has started the server and will stop it."""
 
     url: str
     server: LocalServer | None = None
@@ -130,7 +130,10 @@ _own: PrefectApi | None = None  # the server that this process has started
 
 
 def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
-    """Choose the Prefect server of a command, or start one without waiting for it. Set Prefect's environment."""
+    """Return a command's Prefect server: a running one, or one that this call starts but does not wait for.
+
+    Prefect's environment variables are set. With `verbose`, Prefect's log lines of level INFO are also shown.
+    """
     for name, value in {**PREFECT_ENVIRONMENT, **COMMAND_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)
     if verbose:
@@ -162,7 +165,7 @@ def running_prefect(root: Path) -> PrefectApi | None:
 
 
 def is_reachable(url: str) -> bool:
-    """Return whether a Prefect server answers at this address."""
+    """Return whether a Prefect server responds at this address."""
     try:
         _check_health(url, ANSWER_WAIT_S)
     except (OSError, ValueError, HTTPException):
@@ -171,7 +174,7 @@ def is_reachable(url: str) -> bool:
 
 
 def _require_prefect(url: str) -> None:
-    """Check that a Prefect server answers at `url`, has the installed minor version, and accepts our login."""
+    """Raise MillraceError unless a Prefect server of the installed minor version accepts our login at `url`."""
     what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL to start one here."
     try:
         _check_health(url, ANSWER_WAIT_S)
@@ -210,7 +213,10 @@ def _get(url: str, timeout_s: float) -> bytes:
 
 @contextmanager
 def command_flow(api: PrefectApi, *, verbose: bool) -> Iterator[None]:
-    """Show the progress of a command's flow inside the block. Raises StopRequestedError if the flow run is stopped."""
+    """Wait until the server is up, and show the progress of the flow that the block runs.
+
+    Raises StopRequestedError if the flow run is stopped.
+    """
     from flows.progress import display_for_console, use_display
 
     if api.server is not None:

@@ -71,7 +71,7 @@ HINTS = {
     "password authentication failed": "Its database refuses the user or the password in the address.",
     "already in use": "Another process has taken its port: run the command again.",
 }
-"""The remedy for each known error. The key is a text in the last lines of a log."""
+"""Remedies for known errors of servers. Each key is a part of the error's message in a log."""
 
 
 def log_tail(log: str) -> str:

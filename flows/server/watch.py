@@ -38,9 +38,9 @@ ENGINE = "prefect.engine"
 
 
 class FlowCancelledError(Abort):
-    """The error by which a cancelled or stopped flow run ends itself, unless its worker has ended the flow run before.
+    """The error that a process raises to end its flow run after a cancellation or a stop signal.
 
-    The trainer saves before the flow run ends.
+    The trainer saves a checkpoint before the flow run ends.
     """
 
 
@@ -57,7 +57,7 @@ class _FlowRunWatch:
         threading.Thread(target=here.run, args=(self._poll,), name="flow-run-watch", daemon=True).start()
 
     def is_cancelled(self) -> bool:
-        """Return whether the flow run is cancelled now. If the server does not answer, the last known state is used."""
+        """Return whether the flow run is cancelled. If the server does not respond, the last known state is used."""
         with suppress(Exception), limit_retries():
             self._look()
         return self.cancelled_at is not None
@@ -130,10 +130,11 @@ def end_if_suspended() -> None:
 
 @contextmanager
 def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Convert a stop signal inside the block into FlowCancelledError, which cancels the flow run.
+    """Convert a stop signal inside the block into FlowCancelledError, which sets the flow run to Cancelled.
 
     Prefect itself treats SIGINT as a crash, and leaves a wrong state after SIGTERM. A deployed run also gets a signal
-    when its worker ends. In this case, the error is raised unchanged, and the next `millrace up` resumes the run.
+    when its worker ends, but `millrace up` resumes it later. The signal's error is therefore converted only if the
+    flow run was cancelled or `is_stopped` returns true.
     """
     try:
         yield
@@ -190,7 +191,7 @@ class DeferredSignals:
 
 
 def _set_cancelled(run_id: UUID) -> None:
-    """Set the flow run and its unfinished tasks to Cancelled. If the server does not answer, only log a warning."""
+    """Set the flow run and its unfinished tasks to Cancelled. If the server does not respond, only log a warning."""
     state: State[object] = Cancelled(message=CANCELLED)
     try:
         with limit_retries(), get_client(sync_client=True) as client:
@@ -220,9 +221,9 @@ def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
 
 
 def shorten_known_errors(record: logging.LogRecord) -> bool:
-    """Keep only the message of a log record's error if Millrace raised the error. Return False to drop the record.
+    """Replace the traceback in a log record by the error's message if the error is a MillraceError.
 
-    A cancellation gets the level INFO. Prefect's records that repeat or contradict other records are dropped.
+    A cancellation gets the level INFO. Return False to drop a record of Prefect that repeats or contradicts others.
     """
     if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"

@@ -270,7 +270,7 @@ def keep_profile(url: str, login: str) -> tuple[bool, str]:
 
 
 def remove_profile(url: str) -> str:
-    """Remove the profile of a stack. Return a line about it, or '' if the stack had none."""
+    """Remove the Prefect profile for the stack's API at `url`. Return a line for the user, or '' if there is none."""
     from prefect.settings import PREFECT_API_URL, load_profiles, save_profiles
 
     try:

@@ -2,7 +2,8 @@
 
     python -m flows.stack.deploy
 
-The command updates them in the server of `PREFECT_API_URL` for the stack of `MILLRACE_STACK`.
+The command creates or updates these objects. PREFECT_API_URL is the address of the server, and MILLRACE_STACK is the
+folder of the stack.
 """
 
 import os
@@ -51,7 +52,7 @@ JOB_TEMPLATE: dict[str, Any] = {
 a job variable could set another command, environment or folder.
 """
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
-"""The largest number of concurrent flow runs in each work queue. None means no limit."""
+"""The default limit of concurrent flow runs in each work queue. None means no limit."""
 POOL_FILTER = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 
 
@@ -74,8 +75,9 @@ def main() -> None:
 
 
 def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
-    """Create the work pool and its queues. Limits that users have set are kept. Our default limit is removed if the
-    root has slots, because runs then wait for slots.
+    """Create or update the work pool, and create its queues. Limits that users have set are kept.
+
+    With `has_slots`, runs themselves wait for free trainer slots, so the default limit of a queue is removed.
     """
     try:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
@@ -91,7 +93,7 @@ def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
 
 
 def apply_deployments() -> None:
-    """Apply the file of deployments with Prefect's command, which keeps schedules and resumes paused deployments."""
+    """Apply `conf/prefect.yaml` by `prefect deploy --all`. It keeps schedules but resumes paused deployments."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
     done = subprocess.run(command, cwd=SOURCE_FOLDER, capture_output=True, text=True, check=False)
     if done.returncode:

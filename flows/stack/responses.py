@@ -44,7 +44,7 @@ LISTED_COLUMNS = [*LIGHT.names, "change", "prompt", "answer"]
 def with_responses(root: Path, app: ASGIApp) -> ASGIApp:
     """Return an application that serves `/answers/` and passes every other request to `app`.
 
-    An invalid request for responses gets status 400 and a text.
+    An invalid request to `/answers/` gets status 400 and a JSON object with the error's message.
     """
     runs = _Runs(root)
     routes = {
@@ -90,7 +90,7 @@ class _Runs:
         raise DataError(f"run {name!r}: {why}")
 
     def find(self, request: Request) -> Response:
-        """Return one page of the responses that match a search."""
+        """Return up to 50 of the responses that match the request's search, and their total number, as JSON."""
         given = request.query_params
         words: dict[str, Any] = {
             name: given[name] for name in ("step", "score", "search", "kind", "sort", "each") if given.get(name)
@@ -108,7 +108,7 @@ class _Runs:
     def same_prompt(self, request: Request) -> Response:
         """Return all responses to a prompt at one step, including their tokens.
 
-        The answer also has the prompt's mean score at each step.
+        The JSON object also has the prompt's mean score at each step.
         """
         layout = self._layout(request.query_params.get("run", ""))
         found, visits = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Guard:
-    """An ASGI application that passes the requests of our own clients and pages to `app`.
+    """An ASGI application that protects `app` from other websites and from users without the login.
 
     It refuses a request whose Host header does not name the loopback interface (DNS rebinding). It also refuses
     requests that are caused by pages of another origin. Requests other than `/health` need `login` (`user:password`).
@@ -108,10 +108,10 @@ def _has_login(authorization: str, login: str) -> bool:
 
 
 class SlotsLimit:
-    """An ASGI application in front of Prefect's server, which shows the root's slots on Prefect's pages.
+    """An ASGI application in front of Prefect's server. It lets Prefect's pages show the trainer slots in use.
 
-    It updates Prefect's concurrency limit `millrace-slots` before a client reads this limit. Prefect only displays the
-    limit. The locks of the slots decide which runs train.
+    Before a client reads concurrency limits, it updates the limit `millrace-slots`. Prefect only displays this limit.
+    Trainers reserve their slots by locked files under the root.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:
@@ -119,8 +119,8 @@ class SlotsLimit:
         self._slots = Slots(root)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on. Before a request that reads concurrency limits, set the limit of the slots to the number
-        of GPUs and the number of its holders."""
+        """Pass a request to Prefect. If it reads concurrency limits, first update the limit `millrace-slots`: its size
+        is the number of trainer slots, and its active slots are those that runs hold."""
         path = scope.get("path", "")
         if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
             try:

@@ -54,7 +54,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """The services of a stack in the folder `root`. `mlflow_database` is an address without its password."""
+    """The services of the stack under `root`. `mlflow_database` is the database's address without its password."""
 
     format_version: Literal[2] = 2
     root: str = ""

@@ -1,6 +1,6 @@
 """The stages that build rows: dataset, filter, suites and demonstrations.
 
-The module also finds the inputs of the training.
+The module also finds the folders of rows and the tokenizer that the training reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from rlcore.storage.manifest import read_finished_or_reason
 
 
 def root_of(config: RunConfig) -> Path:
-    """Return the absolute path of the root."""
+    """Return the setting `paths.root` as an absolute path."""
     return Path(config.paths.root).resolve()
 
 
@@ -81,7 +81,7 @@ def planned_demonstrations(config: RunConfig) -> Path | None:
 
 
 def inputs_of(run: OpenRun) -> RunInputs:
-    """Return the training inputs of a run whose rows have been built."""
+    """Return the folders of rows and the tokenizer that a run's trainer reads. The tokenizer must exist."""
     config = run.config
     if run.inputs is None:
         suites = {
@@ -97,7 +97,10 @@ def inputs_of(run: OpenRun) -> RunInputs:
 
 
 def last_step(run: OpenRun) -> int:
-    """Return the step of the newest complete checkpoint. For a finished supervised run, return its number of steps."""
+    """Return the step of a run's newest complete checkpoint, or 0 if there is none.
+
+    For a supervised run, return its number of steps if it is finished, otherwise 0.
+    """
     config = run.config
     if not config.is_supervised:
         return committed_step(config)
@@ -116,9 +119,9 @@ def has_tokenizer(config: RunConfig) -> bool:
 def status_of_rows(
     name: str, config: RunConfig, place_of: Callable[[RunConfig], Path | None], what: str = ""
 ) -> StageStatus:
-    """Return the status of a stage that creates a folder of rows.
+    """Return the status of the stage `name`, whose result is the folder of rows `place_of(config)`.
 
-    For every stage except `dataset`, the folder is unknown until the tokenizer exists.
+    For every stage except `dataset`, the folder is unknown until the tokenizer exists. `what` precedes the row counts.
     """
     damage = read_finished_or_reason(planned_tokenizer(config))[1]
     place = place_of(config) if name == "dataset" or has_tokenizer(config) else None
@@ -148,7 +151,10 @@ def count_rows(config: RunConfig, splits: Sequence[str] = SPLITS) -> int | None:
 
 
 def warn_of_few_rows(config: RunConfig, rows: int | None, where: str) -> str:
-    """Return a warning if there are fewer training rows than prompts in a batch, otherwise ''."""
+    """Return a warning if there are fewer training rows than prompts in a batch, otherwise ''.
+
+    `where` follows the number of rows in the warning, for example `after the filter`.
+    """
     if rows is None or config.is_supervised or rows >= config.trainer.batch_size:
         return ""
     return (

@@ -21,7 +21,7 @@ from rlcore.storage.manifest import read_finished_or_reason
 from rlcore.storage.publish import write_json_atomically
 
 RESULT_NAMES = {"start": "before", "last": "after"}
-"""The names of the results for the checkpoints `start` and `last`. Any other result has the name of its checkpoint."""
+"""The names of the validation results of the checkpoints `start` and `last` (see `Validate.result_name`)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Validate(Stage[ValidationSummary]):
         return f"validate/{run.title} {self.result_name(run.config)}"
 
     def result_name(self, config: RunConfig) -> str:
-        """Return the name of the result, which is also the name of its file."""
+        """Return the name of the validation's result and its JSON file, for example `before` or `step-000040`."""
         name = RESULT_NAMES.get(self.checkpoint, self.checkpoint)
         validation = config.validation
         if name.startswith("step-") and any(one.max_problems for one in (validation, *validation.suites)):
@@ -235,7 +235,7 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class Report(Stage[ReportPage]):
-    """The stage that writes the report, unless the existing report is current."""
+    """The stage that writes the report, unless the existing report is up to date."""
 
     name = "report"
 
@@ -258,7 +258,7 @@ class Report(Stage[ReportPage]):
 
 
 def write_report(layout: RunLayout) -> ReportPage:
-    """Write the report, unless the existing report is current. Return the page."""
+    """Write a run's report, unless the existing report is up to date. Return its HTML page."""
     from rlcore.report.build import build_report
 
     failure = failure_of(layout.run_dir)
@@ -271,7 +271,7 @@ def write_report(layout: RunLayout) -> ReportPage:
 
 
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
-    """Return a fingerprint of all inputs of a report: the run's files, its failure, and the report's source code."""
+    """Return a fingerprint of all inputs of a report: the run's files, `failure`, and the code that writes reports."""
     files = [layout.journal, layout.run_json]
     files += [*sorted(layout.validation.glob("*.json")), *sorted(layout.suites.glob("*/*.json"))]
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
@@ -280,7 +280,7 @@ def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
 
 
 def find_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
-    """Return the existing report if it is current, otherwise None."""
+    """Return the existing report if its inputs have not changed since it was written, otherwise None."""
     try:
         known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
         html = layout.run_dir / "report" / Path(known["html"]).name  # the folder may be a copy

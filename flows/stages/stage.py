@@ -1,4 +1,4 @@
-"""The interface of a stage, and the trials of user code and files. The trials precede any expensive work."""
+"""The interface of a stage, and the trial calls of custom functions and tokenizers before any expensive work."""
 
 import subprocess
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ WRONG_RESPONSE = "0"
 
 
 class Trial:
-    """The trials of one run before its start. They use the first row of each of the run's tasks."""
+    """The trial calls of a run's scorers, environment, loss and advantage before its start, and their warnings."""
 
     def __init__(self, run: OpenRun) -> None:
         self.run = run
@@ -126,7 +126,10 @@ def judge_failure_message(failure: str) -> str:
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
-    """Play one turn. If the environment is repeatable, repeat the turn in another process and compare the replies."""
+    """Play the environment's first turn with a wrong response. Raises TrialError if the environment fails.
+
+    A repeatable environment plays the turn again in another process and must then give the same replies.
+    """
     name = config.data.environment
     played = [_first_replies(row, config) for _ in range(1 + is_repeatable(resolve_environment(name)))]
     if played[0] != played[-1]:
@@ -164,7 +167,7 @@ def _score_once(pool: ScoringPool, responses: Sequence[str], truth_json: str, se
 
 
 def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -> None:
-    """Load a tokenizer and render the rows with it. `rows` may be empty."""
+    """Load the tokenizer in a folder and tokenize the prompts of `rows` with it. If `rows` is empty, only load it."""
     from data.tokenizer import PromptTokenizer, load_tokenizer
 
     tools = tool_schemas(config.episode.tools) if config.episode.tools else []
@@ -193,7 +196,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """The status of a stage. `fingerprint` is None if an earlier stage must run first."""
+    """The status of a stage. `fingerprint` identifies its result, or is None until earlier stages have run."""
 
     name: str
     fingerprint: str | None
@@ -229,7 +232,7 @@ class Stage(ABC, Generic[R]):
         return None
 
     def find(self, run: OpenRun) -> R | None:
-        """Return the result on disk, or None if `make` must be called."""
+        """Return the stage's result if it is on disk, otherwise None."""
         return None
 
     @abstractmethod

@@ -1,4 +1,7 @@
-"""The stages that create, measure and train the policy, and the call of the trainer process."""
+"""The stages that create the initial policy, measure its pass rates and train it.
+
+`call_trainer` sends their commands to the trainer process.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -80,7 +83,7 @@ def _stop_rule(warm: WarmStartConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PassRateTable:
-    """A table of pass rates. `rows` is the number of training rows. `kept` is the number that the training uses."""
+    """The pass rates of the initial policy on `rows` training rows. The training uses `kept` of these rows."""
 
     directory: Path
     rows: int
@@ -195,7 +198,10 @@ class Train(Stage[Chunk]):
 
 
 def record_start(run: OpenRun) -> None:
-    """Record the command, source and machine of a start in `run.json` and `code.diff`. File errors are only logged."""
+    """Record the command, Git commit, source changes and machine of the training's start in the run's folder.
+
+    File errors are only logged.
+    """
     if run.is_origin_complete:
         return
     run.is_origin_complete = True
@@ -209,13 +215,19 @@ def record_start(run: OpenRun) -> None:
 
 
 def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[str, Any]:
-    """Record the inputs, then call the trainer process. Raises CheckpointError if the run began with other rows."""
+    """Record the inputs, send a command to the trainer process, wait, and return the command's result.
+
+    Raises CheckpointError if the run began with other rows.
+    """
     record_inputs(run)
     return run.trainer.call(command, **arguments)
 
 
 def record_inputs(run: OpenRun) -> None:
-    """Record the results of earlier stages for the trainer process. Raises CheckpointError if the rows have changed."""
+    """Record in `run.json` the folders and the code that the trainer process reads.
+
+    Raises CheckpointError if the rows have changed since the run began.
+    """
     inputs = inputs_of(run)
     folders = inputs.folders | {"start model": planned_initial_policy(run.config, inputs.filtered_directory)}
     if run.config.pass_rates.is_enabled:

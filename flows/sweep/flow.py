@@ -299,7 +299,9 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Start child flow runs and replace lost runs, until all points have ended or the budget is used up.
+    """Start child flow runs that train the points, until all points have ended or the budget is used up.
+
+    A child flow run that fails or crashes is replaced by another one.
 
     Raises MillraceError if the deployment is missing, or if too many child flow runs are lost.
     """

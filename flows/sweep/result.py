@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The result of a sweep, best points first. `num_runs` and `num_steps` count only the work of this call."""
+    """The result of a sweep. `points` has the best first. `num_runs` and `num_steps` count only this call's work."""
 
     sweep_id: str
     folder: Path
@@ -228,7 +228,7 @@ def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
 
 
 def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
-    """Log the parameters, the points' scores, the files and the description to MLflow, and end the run."""
+    """Log a sweep's parameters, scores and files and the description `about` to its MLflow run, and end this run."""
     if (run := result.mlflow_run_id) is None:
         return
     with _log_mlflow_failure("the results of the sweep"):

@@ -239,7 +239,10 @@ def _suggest(trial: Trial, key: str, values: Values) -> JsonValue:
 
 
 def load_checked_sweep(spec: str | Mapping[str, Any], overrides: list[str], budget: Budget) -> Sweep:
-    """Compose a sweep. Check the settings of every point, and the requirements that all points share."""
+    """Compose a sweep and check the settings of its points.
+
+    The custom functions, models and folders, which all points share, are checked once.
+    """
     checked = load_sweep(spec, overrides, budget=budget)
     checked = replace(checked, base=with_stack_tracking(checked.base))
     check_before_plan(checked.base)

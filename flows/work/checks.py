@@ -48,12 +48,12 @@ def plan_run(settings: RunSettings) -> RunPlan:
 
 
 def check_run(settings: RunSettings) -> None:
-    """Plan a run and check whether it can start."""
+    """Plan a run, and raise MillraceError if it cannot start."""
     check_before_start(settings.config, plan_run(settings))
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """Check the custom functions, the model files on this machine, the run's folder and `paths.root`."""
+    """Check that custom functions can be imported, local models can be trained, and the root can be written."""
     _require_functions(config)
     tokens = _tokens(config)
     for key, path in model_paths(config).items():
@@ -145,14 +145,14 @@ def require_device(config: RunConfig) -> None:
 
 
 def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
-    """Check the packages, the device and its memory for a dry run. The plan itself does not check them."""
+    """Check for a dry run that the packages and the device exist and that the run fits into the device's memory."""
     if not plan.is_done:
         _require_packages(config)
         _require_memory(config, plan)
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
-    """Check the requirements that no plan covers: slots, engine, device, cluster, models, memory and disk space."""
+    """Check that this machine can start the run: slots, engine, device, cluster, models, memory and disk space."""
     if plan.is_done:
         return
     Slots(RunLayout.of(config).root).require(config.runtime.num_workers)
@@ -180,7 +180,7 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def run_stage_checks(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
-    """Check the stages and return their warnings, one per line."""
+    """Check the requirements of the given stages of a run, and return the warnings, one per line."""
     trial = Trial(run)
     for stage in stages:
         stage.check(trial)

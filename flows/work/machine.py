@@ -134,7 +134,10 @@ def tested_versions(constraints: Path) -> dict[str, str]:
 def check_package(
     wanted: Requirement, installed: Mapping[str, str], tested: Mapping[str, str], install: str
 ) -> CheckResult:
-    """Check the installed version of a package against the required range and the tested version."""
+    """Compare the installed version of a package with the required range and the tested version.
+
+    `install` is the command that the result recommends if the version is wrong.
+    """
     version = installed.get(wanted.name)
     if version is None:
         return CheckResult(

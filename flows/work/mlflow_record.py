@@ -1,4 +1,4 @@
-"""The writer of a run's MLflow page. It does not write the metrics, which the trainer's journal delivers.
+"""The writer of a run's MLflow page. The trainer itself sends the metrics from its journal to this page.
 
 A thread writes the inputs at the start of the run. At the end of the run, it writes the results within a deadline. A
 failure is only logged. `recorded.json` in the run's folder records what MLflow already has. A repeated command
@@ -85,7 +85,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def report_digest(layout: RunLayout, report: ReportPage | None) -> str:
-    """Return a digest that covers the report's inputs and whether the report exists."""
+    """Return a digest of the report's inputs, with a suffix if `report` is None and MLflow therefore has no report."""
     return report_fingerprint(layout) if report is not None else f"{report_fingerprint(layout)} without the report"
 
 
@@ -129,7 +129,7 @@ def log_run_page(
 
 
 def with_page_address(known: MlflowContents, page: MlflowRun, root: Path) -> MlflowContents:
-    """Return the record with the current address of the MLflow page.
+    """Return the record `known` with the id and the current address of the run's MLflow page.
 
     The address is '' if no server serves the store that contains the page.
     """
@@ -242,7 +242,7 @@ def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: Expor
 
 
 class MlflowRecord:
-    """A context manager that writes the run's MLflow page in one thread. Its methods raise no errors."""
+    """A context manager that writes the run's MLflow page in a separate thread. Errors of MLflow are only logged."""
 
     def __init__(self, run: OpenRun, prefect: Mapping[str, str]) -> None:
         self._run = run

@@ -101,7 +101,10 @@ def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs 
 
 
 def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
-    """Return a patch from the recorded code to the current code. Suites that were added or removed are ignored."""
+    """Return the patch from the run's recorded code to the current code in a list, or [] if they are equal.
+
+    The functions of suites that were added or removed are ignored.
+    """
     now, then = code_for_run(config), read_code(layout.code)
     if then is None:
         return []
@@ -307,9 +310,9 @@ def open_run(
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Record a stop request for the process `worker`.
+    """Record in the run's folder that the process `worker`, which works on the run, was asked to stop.
 
-    If a Prefect worker started the process, also record the flow run.
+    If a Prefect worker started this process, also record the id of its flow run.
     """
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
@@ -327,7 +330,10 @@ def has_untrained_steps(run_dir: Path) -> bool:
 
 @contextmanager
 def _record_early_end(run_dir: Path) -> Iterator[None]:
-    """Record an end that the trainer cannot record: an end before the first attempt, or a stop after the last step."""
+    """Record an error or stop inside the block that the trainer cannot record.
+
+    The trainer can record neither an end before its first attempt nor a stop after the last step.
+    """
     began = time.time()
     try:
         yield

@@ -45,7 +45,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """The event that a checkpoint was published."""
+    """The event that a checkpoint after `step` was saved completely to the folder `path`."""
 
     step: int
     path: str
@@ -62,7 +62,7 @@ class Validated:
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """Any other event, such as paused_for_disk or an alarm. The key `text` in `data` is a message for users."""
+    """An event without its own class, such as paused_for_disk or an alarm. `data["text"]` is a message for users."""
 
     name: str
     data: Mapping[str, Any]
@@ -70,7 +70,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of a command."""
+    """The reply of the trainer process that a command has succeeded, with the command's result."""
 
     command: str
     result: Mapping[str, Any]
@@ -78,14 +78,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The failure of a command."""
+    """The reply of the trainer process that a command has failed, with the class and message of its error."""
 
     command: str
     type: str
     message: str
 
     def error(self) -> MillraceError:
-        """Return the error of the trainer as an exception. A class outside `rlcore.errors` becomes `MillraceError`."""
+        """Return the trainer's error as an exception of class `type`, or MillraceError if `rlcore.errors` lacks it."""
         found = getattr(rlcore.errors, self.type, None)
         if isinstance(found, type) and issubclass(found, MillraceError):
             return found(self.message)

@@ -1,4 +1,4 @@
-"""The runs of a root: their status, their names, comparisons, and the delivery of their metrics."""
+"""The runs under a root folder: status, lookup by name or id, comparison, and upload of their metrics to MLflow."""
 
 import logging
 import os
@@ -49,7 +49,8 @@ started a trainer.
 STATES: tuple[State, ...] = get_args(State)
 
 STOP_FILE = "stop.json"
-"""The file with the last stop request. A repeated `millrace stop` reads it and does not signal the process again."""
+"""The file in a run's folder that records the last stop request. With this record, a repeated `millrace stop` does not
+signal the process again."""
 SAME_COMMAND = "the same command resumes it"
 
 
@@ -57,8 +58,9 @@ SAME_COMMAND = "the same command resumes it"
 class RunStatus:
     """The status of one run. `score` is the mean held-out reward of the newest validated checkpoint.
 
-    `reward` is the training reward of the last step. `changed` is in seconds since the epoch. `note` explains the
-    state. `gpu_seconds` is None without a GPU. `tokens_per_s` is the speed of each device in the last step.
+    `reward` is the training reward of the last step. `changed` is the time of the last entry in the run's journal, in
+    seconds since the epoch. `note` explains `state`. `gpu_seconds` is None without a GPU. `tokens_per_s` is the speed
+    of each device in the last step.
     """
 
     run_id: str
@@ -76,7 +78,7 @@ class RunStatus:
     tokens_per_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the status as JSON values, with the seconds since the last change."""
+        """Return the fields as JSON values, plus the seconds since `changed` as `age_s`."""
         return asdict(self) | {"age_s": round(time.time() - self.changed, 1)}
 
 
@@ -271,8 +273,8 @@ def read_settings(folder: Path) -> RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of runs. `statements` are its conclusions. `mlflow_page` and `mlflow_table` are addresses in
-    MLflow, or '' if MLflow has fewer than two of the runs.
+    """A comparison of runs, with its files and its conclusions (`statements`). `mlflow_page` and `mlflow_table` are the
+    URLs of MLflow's comparison page and table of runs. Both are '' if MLflow cannot compare the runs.
     """
 
     runs: tuple[Path, ...]
@@ -304,7 +306,8 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
 
 
 def compare(folders: Sequence[Path], root: Path) -> Comparison:
-    """Write the comparison of two or more runs under `<root>/comparisons`, and upload it to each run in MLflow."""
+    """Compare two or more runs. Write the comparison as HTML and JSON files under `<root>/comparisons`, and upload the
+    files to each run in MLflow."""
     from rlcore.report.build import compare_runs
 
     root = root.resolve()
@@ -315,9 +318,9 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
 
 
 def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> tuple[str, str]:
-    """Upload the files to the runs in MLflow. Return the addresses `mlflow_page` and `mlflow_table` for a `Comparison`.
+    """Upload the files of a comparison to each run in MLflow. Return the URLs `mlflow_page` and `mlflow_table`.
 
-    If the upload fails, the error is logged and both addresses are ''.
+    If the upload fails, the error is logged and both URLs are ''.
     """
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
@@ -349,7 +352,7 @@ def _mlflow_run(folder: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of an operation on a run."""
+    """The result of an operation on a run: a message (`text`), and whether the operation succeeded (`ok`)."""
 
     run: str
     text: str
@@ -360,7 +363,8 @@ class Outcome:
 
 
 def sync(folder: Path, uri: str | None) -> Outcome:
-    """Deliver the missing part of a run's journal to `uri` (default: the run's MLflow store)."""
+    """Upload the metrics in a run's journal that MLflow does not have yet. `uri` is the address of the MLflow store. If
+    it is None, the run's own store is used."""
     try:
         if not (attempts := read_attempts(folder)):
             return Outcome(folder.name, "has not begun", ok=True)
@@ -380,7 +384,7 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
     """Return the address of the MLflow store of the root that contains the run's folder.
 
-    Return None if the run's metrics belong in the store that `attempts.jsonl` names.
+    Return None if the run's metrics belong in the store that the run used when it was last started (`begun_with`).
     """
     root = folder.parents[1]
     try:

@@ -1,9 +1,9 @@
-"""The slots of a root, which limit the number of concurrent trainers, and the order of waiting runs.
+"""The slots of a root folder, which limit the number of concurrent trainers, and the queue of runs that wait for slots.
 
-A slot is a locked file that the trainer process inherits, so the kernel frees it when the flow and its trainer have
-ended. A waiting run locks a file too. Runs are served by priority, then by the time of their request. Between chunks
-(`trainer.steps_per_chunk`) a run returns its slots if runs of higher priority need them. docs/decisions/0015 has the
-reasons against Prefect's concurrency limits.
+A slot is a locked file. The trainer process inherits the lock, so the kernel frees the slot when the flow and its
+trainer have ended. A run in the queue also locks a file, which shows that the run still waits. Runs are served by
+priority, then by the time of their request. Between chunks of steps (`trainer.steps_per_chunk`), a run gives up its
+slots if runs of higher priority need them. docs/decisions/0015 explains why Prefect's concurrency limits are not used.
 """
 
 import json
@@ -56,7 +56,8 @@ _DEVICES = TypeAdapter(tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """The slots of a root at one moment: devices ('' on a CPU), holders of used slots, waiting requests in order."""
+    """The slots of a root at one moment. `devices`: the device of each slot, '' on a CPU. `holders`: the request that
+    holds each used slot, by the number of the slot. `waiting`: the waiting requests in the order of service."""
 
     devices: tuple[str, ...]
     holders: Mapping[int, SlotRequest]
@@ -72,11 +73,11 @@ class SlotState:
         return sum(other.number for other in self.waiting if other.order < request.order)
 
     def must_yield(self, request: SlotRequest) -> bool:
-        """Return whether runs of higher priority wait for more slots than are free."""
+        """Return whether runs with a higher priority than `request` wait for more slots than are free."""
         return sum(other.number for other in self.waiting if other.priority > request.priority) > self.num_free
 
     def wait_reason(self, request: SlotRequest) -> str:
-        """Return a text that explains why the request waits."""
+        """Return a text with the runs that hold slots and the runs that are ahead of `request` in the queue."""
         held = ", ".join(sorted({str(holder) for holder in self.holders.values()}))
         ahead = [str(other) for other in self.waiting if other.order < request.order]
         behind = f"; before it: {', '.join(ahead)}" if ahead else ""
@@ -112,7 +113,7 @@ class Slots:
             )
 
     def set_devices(self, devices: Sequence[str]) -> None:
-        """Set the devices of the slots. Runs keep their slots until their trainer ends."""
+        """Set the devices of the slots. A run that already holds slots keeps them until its trainer ends."""
         with self.mutex():
             write_json_atomically(self._file, list(devices))
 
@@ -142,7 +143,7 @@ class Slots:
         return self.folder / "waiting" / f"{run_id}.json"
 
     def wait_reason(self, run_id: str) -> str:
-        """Return a text that explains why a run waits, or '' if it does not wait."""
+        """Return a text that explains why a run waits for slots, or '' if it does not wait."""
         if not self.waiting_path(run_id).exists():
             return ""
         try:
@@ -198,14 +199,14 @@ class HeldSlots:
         self.descriptors = [lock.fileno() for lock in self._locks]
 
     def must_yield(self) -> bool:
-        """Return whether runs of higher priority need these slots."""
+        """Return whether waiting runs of higher priority need the slots of this run."""
         try:
             return bool(self._locks) and self._slots.read_state().must_yield(self._request)
         except (MillraceError, OSError):  # unreadable files must not end a trainer
             return False
 
     def release(self) -> None:
-        """Release the slots. A living trainer keeps them until it ends. Repeated calls have no effect."""
+        """Release the slots. A running trainer keeps them until it ends. Repeated calls have no effect."""
         while self._locks:
             self._locks.pop().release()
 

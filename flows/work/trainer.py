@@ -88,11 +88,11 @@ def _text(line: bytes) -> str:
 
 
 class TrainerProcess:
-    """A trainer process. The first call starts it. If the process is lost, the next call starts it again.
+    """A trainer process. The first `call` starts it. If the process is lost, the next `call` starts a new process.
 
-    Use it as a context manager in the main thread, because the process ends with the thread that started it.
-    `lock` is the descriptor of the run's lock, or None. An exception from `on_event`, `on_line` or `on_wait` during a
-    call stops the process. The process then has `stop_wait_s` seconds to finish its step and save.
+    Use it as a context manager in the main thread, because the process ends with the thread that started it. The
+    process inherits `lock`, the file descriptor of the run's lock or None. An exception from `on_event`, `on_line` or
+    `on_wait` stops the process. It then has `stop_wait_s` seconds to finish its step and save a checkpoint.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class TrainerProcess:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End the process. If a stop was requested, let the process save first."""
+        """End the process. If a stop was requested, let the process save a checkpoint first."""
         if is_stop(error) and self._child is not None:
             self._end(self._child, is_stop=True)
         else:
@@ -374,9 +374,10 @@ def interpreter_of(python: str | None) -> str:
 def trainer_variables(python: str | None) -> dict[str, str]:
     """Return the trainer's environment variables: those of this process, and a `PYTHONPATH`.
 
-    With the `PYTHONPATH`, the trainer imports the same code as this process. The last entry is the current folder, for
-    custom scorers. Files there therefore cannot replace installed modules. If `python` is set, the path has that
-    interpreter's packages. `DELIVERY_VARIABLE` then names this process's interpreter, which delivers to MLflow.
+    With the `PYTHONPATH`, the trainer imports the same code as this process. The current folder is its last entry, so
+    the trainer finds custom scorers there, but no file there replaces an installed module. If `python` is set, the
+    `PYTHONPATH` contains the packages of that interpreter instead of those of this process. `DELIVERY_VARIABLE` then
+    names the interpreter of this process, which uploads the metrics to MLflow.
     """
     here = str(Path.cwd())
     if python is None:

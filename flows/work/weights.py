@@ -1,6 +1,7 @@
 """The weights of a run's checkpoint.
 
-They can be exported as a transformers directory, used as the model of another run, and pushed to the hub.
+The weights can be exported as a transformers directory, used as the initial policy of another run, and pushed to the
+Hugging Face hub.
 """
 
 import re
@@ -102,10 +103,11 @@ def find_weights(source: str, root: Path | None) -> CheckpointWeights:
 
 
 def compose_fork(settings: list[str], source: str, root: Path | None = None, *, dry_run: bool = False) -> RunSettings:
-    """Compose settings whose initial policy has the weights of `source`, exported to `<root>/models/fork-<digest>`.
+    """Compose the settings of a run whose initial policy is the checkpoint `source`, given as `RUN[@CHECKPOINT]`.
 
-    A dry run writes nothing. If the export is missing, a dry run plans with the initial policy of the source. Raises
-    ConfigError for invalid settings, and the errors of `find_weights`.
+    If needed, the checkpoint is exported to `<root>/models/fork-<digest>`. A dry run writes nothing. If there is no
+    export yet, it plans the new run with the initial policy of the source run. Raises ConfigError for invalid settings,
+    and the errors of `find_weights`.
     """
     weights = find_weights(source, root)
     is_missing = dry_run and read_finished_or_reason(weights.folder, error=CheckpointError)[0] is None
@@ -129,7 +131,7 @@ _EMPTY = {".gitattributes"}  # the files of a repository without an upload
 
 
 def require_pushable(repository: str) -> None:
-    """Raise ConfigError if the repository is not named OWNER/NAME or if there is no token."""
+    """Raise ConfigError if the repository is not named OWNER/NAME, or if no token of the Hugging Face hub is set."""
     from huggingface_hub import get_token
 
     if _REPOSITORY.fullmatch(repository) is None:
@@ -157,8 +159,8 @@ def _evaluations(root: Path, model: str) -> Iterator[ValidationResult]:
 
 
 def push(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload an export in one commit to a new repository, and return the repository's address. Raises CheckpointError
-    if the hub rejects the upload or if the repository has files.
+    """Upload an exported model in one commit to a new repository of the hub, and return the repository's address.
+    Raises CheckpointError if the hub rejects the upload or if the repository already has files.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

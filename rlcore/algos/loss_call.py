@@ -56,7 +56,8 @@ def bind(
 def _own_arguments(
     function: Callable[..., Any], key: str, options: tuple[tuple[str, Any], ...], given: tuple[str, ...]
 ) -> tuple[frozenset[str], dict[str, Any]]:
-    """Return the names in `given` that the function declares, and the options, validated by its annotations."""
+    """Return the names in `given` that are keyword parameters of the function. Also return the options, which are
+    validated by the function's annotations and completed by its defaults."""
     declared = {
         word: parameter
         for word, parameter in inspect.signature(function).parameters.items()
@@ -179,7 +180,8 @@ def require_advantage(settings: AlgoConfig) -> None:
 
 
 def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> None:
-    """Raise TrialError if `problem` returns a message or raises an error. A ConfigError is raised unchanged."""
+    """Raise TrialError if `problem()` returns a message or raises an error, but raise a ConfigError unchanged. The
+    error's text contains `rule`, the function's `name`, and `data`, the description of its input."""
     try:
         text = problem()
     except ConfigError:

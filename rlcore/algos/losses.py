@@ -24,8 +24,9 @@ MIN_REST = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss and flags of each token, 0 and False where the mask is False. `clipped`: True on the clipped branch.
-    `clipped_lower`: True on the dual-clip branch. `log_ratio`: `log pi - log pi_old`, clamped to +-20."""
+    """The loss and the flags of each token. Where the mask is False, the loss is 0 and the flags are False. `clipped`:
+    True on the clipped branch of the loss. `clipped_lower`: True on the dual-clip branch. `log_ratio`:
+    `log pi - log pi_old`, clamped to +-20."""
 
     loss: Floats
     clipped: Mask
@@ -291,7 +292,7 @@ def rejection_mask(
     old_logprobs: Floats, behavior_logprobs: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int,
     *, settings: RejectionConfig,
 ) -> Mask:  # fmt: skip
-    """Return True for response tokens that are too far from the policy that sampled them.
+    """Return True for response tokens on which the old policy differs too much from the policy that sampled them.
 
         token                      |k_t| > bound
         sequence-sum, -mean        |sum or mean of k over its response| > bound

@@ -29,7 +29,7 @@ class Statistics:
     num_tokens: Float[Tensor, ""]
 
     def per_token(self, sums: Mapping[str, Float[Tensor, ""]]) -> dict[str, float]:
-        """Return each sum divided by the number of response tokens, or {} if no token has a loss."""
+        """Return each entry of `sums` divided by `num_tokens`, or {} if no token has a loss."""
         num_tokens = float(self.num_tokens)
         return {name: float(value) / num_tokens for name, value in sums.items()} if num_tokens else {}
 
@@ -64,7 +64,8 @@ class PolicyStatistics(Statistics):
     teacher_kl: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """Return the `actor/*` metrics over `num_updates` mini-batches. Synchronizes with the device."""
+        """Return the `actor/*` metrics, averaged over `num_updates` mini-batches or over their response tokens.
+        Synchronizes with the device."""
         return {
             "actor/pg_loss": float(self.pg_loss) / num_updates,
             "actor/entropy": float(self.entropy) / num_updates,
@@ -79,26 +80,29 @@ class PolicyStatistics(Statistics):
         }
 
     def mean(self, name: Literal["ref_kl", "teacher_kl", "entropy_sum"]) -> float:
-        """Return a field in nats per token, or 0 if no token has a loss."""
+        """Return the mean of a field per response token, in nats, or 0 if no token has a loss."""
         return self.per_token({name: getattr(self, name)}).get(name, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedStatistics(Statistics):
-    """Sums over target tokens. `loss`: in nats. `num_correct`: targets that are the likeliest token."""
+    """Sums over target tokens. `loss`: the negative log-likelihood in nats. `num_correct`: the number of targets that
+    are the model's likeliest token."""
 
     loss: Float[Tensor, ""]
     num_correct: Float[Tensor, ""]
 
     def means(self) -> dict[str, float]:
-        """Return `loss` and `accuracy`, or {} if no token has a loss. Synchronizes with the device."""
+        """Return the mean `loss` and the `accuracy` over target tokens, or {} if there are none. Synchronizes with the
+        device."""
         return self.per_token({"loss": self.loss, "accuracy": self.num_correct})
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceStatistics(SupervisedStatistics):
-    """Sums over pairs. `num_correct`: chosen responses with the higher reward. Log-probabilities are summed over
-    targets."""
+    """Sums over preference pairs. `num_correct`: the number of pairs in which the chosen response has a higher DPO
+    reward than the rejected response. `chosen_logprob`, `rejected_logprob`: the log-probabilities of whole
+    responses."""
 
     num_pairs: Float[Tensor, ""]
     chosen_reward: Float[Tensor, ""]
@@ -107,8 +111,8 @@ class PreferenceStatistics(SupervisedStatistics):
     rejected_logprob: Float[Tensor, ""]
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each sum over the preference pairs, or {} if there is no pair. Synchronizes with the
-        device."""
+        """Return the mean loss, accuracy, reward margin, rewards and log-probabilities of the preference pairs, or {}
+        if there is no pair. Synchronizes with the device."""
         found = {f.name: float(getattr(self, f.name)) for f in fields(self)}
         num_pairs = found.pop("num_pairs")
         del found["num_tokens"]
@@ -119,14 +123,16 @@ class PreferenceStatistics(SupervisedStatistics):
 
 @dataclass(frozen=True, slots=True)
 class ValueStatistics(Statistics):
-    """The statistics of a critic update. `vf_loss`: a share of the batch's loss. `vpred`: the sum of the values."""
+    """The statistics of a critic update. `vf_loss`: the micro-batch's share of the mini-batch's loss. `vpred`: the
+    critic's values, summed over response tokens."""
 
     vf_loss: Float[Tensor, ""]
     vpred: Float[Tensor, ""]
     num_clipped: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """Return the `critic/*` metrics over `num_updates` mini-batches. Synchronizes with the device."""
+        """Return the `critic/*` metrics, averaged over `num_updates` mini-batches or over their response tokens.
+        Synchronizes with the device."""
         return {
             "critic/vf_loss": float(self.vf_loss) / num_updates,
             **self.per_token({"critic/vf_clipfrac": self.num_clipped, "critic/vpred_mean": self.vpred}),

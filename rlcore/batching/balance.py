@@ -21,7 +21,7 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, list[int]]
-"""The negated sum of a part's lengths, and the indices in the part."""
+"""The sum of a part's lengths, negated so that the heaviest part is sorted first, and the indices in the part."""
 BALANCE_TOLERANCE = 1e-3
 """The accepted relative excess of the heaviest part over the mean. Above it, indices are exchanged between parts."""
 
@@ -68,8 +68,8 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
-    """Return the smallest sum of a part minus the largest sum. If `parts` has fewer than `num_parts` parts, the
-    smallest sum is 0.
+    """Return the difference between the largest and the smallest sum of a part, negated for Python's heap. If `parts`
+    has fewer than `num_parts` parts, the smallest sum is 0.
     """
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
 
@@ -94,7 +94,8 @@ def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]
 
 
 def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], gap: int) -> tuple[int, int] | None:
-    """Return the exchange that makes the two sums most nearly equal, or None if no exchange helps."""
+    """Return the index in `heavy` and the index in `light` whose exchange makes the sums of both parts most nearly
+    equal. Return None if no exchange helps. `gap`: the difference of the sums before the exchange."""
     candidates = sorted(light, key=lambda i: (lengths[i], i))
     values = [lengths[i] for i in candidates]
     best, closest = None, gap
@@ -110,7 +111,7 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The token counts of n sequences. `lengths`: all tokens. `targets`: tokens with a loss. `shared`: leading tokens
-    that are computed for an earlier sequence."""
+    that are computed only for an earlier sequence with the same prompt."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -124,7 +125,7 @@ class Sizes:
         return cls(batch.sequence_lengths(), targets, shared)
 
     def select(self, batch: PackedBatch, rows: Sequence[int]) -> "Sizes":
-        """Return the sizes of the sequences `rows` of the batch, in this order."""
+        """Return the sizes of some sequences of the batch. `rows`: their indices, in the order of the result."""
         chosen = torch.tensor(list(rows))
         shared = self.shared[chosen]
         is_next = chosen.diff(prepend=chosen[:1]) == 1
@@ -137,7 +138,7 @@ class Sizes:
         return replace(self, shared=torch.zeros_like(self.shared))
 
     def num_computed(self) -> int:
-        """Return the number of tokens that a pass computes."""
+        """Return the number of tokens that a forward pass computes. Shared tokens count once."""
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
@@ -195,7 +196,7 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """The sequences of each rank, and the number of micro-batches, which is the same for every rank."""
+    """The sequences of each rank, and the number of micro-batches into which every rank splits its sequences."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
@@ -204,8 +205,8 @@ class RankShares:
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """The sequences that each rank computes. `mini_batches`: the sequences for each optimizer step. `whole`: the
-    sequences for a pass over the whole batch, in the order of `mini_batches`. `num_shared`: the number of prompt tokens
-    that are not computed again.
+    sequences of all mini-batches together, for a pass over the whole batch. `num_shared`: the number of prompt tokens
+    that are skipped, because another sequence with the same prompt computes them.
     """
 
     mini_batches: tuple[RankShares, ...]
@@ -257,8 +258,8 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the smallest number of micro-batches that keeps each of them within `max_tokens`. The limit must hold
-        for balancing by cost and for balancing by tokens. A micro-batch of a single sequence may exceed it."""
+        """Return the smallest number of micro-batches with at most `max_tokens` tokens each. This limit is kept both if
+        micro-batches are balanced by cost and if they are balanced by tokens. Only a single sequence may exceed it."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))

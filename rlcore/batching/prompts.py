@@ -97,7 +97,8 @@ def read_solutions(parquet: Path) -> list[Demonstration]:
 
 
 def read_demonstrations(parquet: Path, ids: str = "token_ids", lengths: str = "answer_lengths") -> list[Demonstration]:
-    """Read all rows of a file of tokenized demonstrations. Raises DataError if the file is missing or invalid."""
+    """Read all rows of a file of tokenized demonstrations. `ids`: the column of token ids. `lengths`: the column with
+    the lengths of alternating prompts and responses. Raises DataError if the file is missing or invalid."""
     table = _read(parquet, {ids: _INTEGERS, lengths: _INTEGERS})
     rows = zip(table.column(ids).to_pylist(), table.column(lengths).to_pylist(), strict=True)
     return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
@@ -273,7 +274,7 @@ class PassCounts:
 
     @classmethod
     def of(cls, passes: Sequence[int] | Array, samples: Sequence[int] | Array) -> "PassCounts":
-        """Create pass counts from whole numbers."""
+        """Create pass counts from the number of correct (`passes`) and scored responses (`samples`) of each row."""
         return cls(np.asarray(passes, dtype=np.float32), np.asarray(samples, dtype=np.float32))
 
     @classmethod
@@ -322,12 +323,13 @@ class RowSampler:
         return PassCounts.read(text, len(self._place)) if text else self._start
 
     def weights(self, text: str) -> Float[Array, "R"]:
-        """Return the weight of each row in a draw."""
+        """Return the weight of each row in a draw, computed from the pass counts that `text` encodes."""
         return self._counts(text).weights(self._settings)
 
     def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
-        """Return the encoded counts after a step, and metrics. `groups`: the numbers of correct and of scored responses
-        by prompt id. A group without a scored response changes nothing."""
+        """Add the responses of a step to the pass counts that `text` encodes. Return the new encoded counts, and
+        metrics. `groups`: for each prompt id, the numbers of correct and of scored responses. A group without a scored
+        response changes nothing."""
         before, fade = self._counts(text), np.float32(self._settings.fade)
         after = PassCounts(before.passes.copy(), before.samples.copy())
         for row_id, (correct, scored) in groups.items():

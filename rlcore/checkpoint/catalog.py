@@ -36,7 +36,7 @@ KIND = "checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """The state of the training loop between two steps. `num_prompts_drawn` determines the position in the data."""
+    """The state of the training loop between two steps. `num_prompts_drawn`: the position in the stream of prompts."""
 
     step: Count
     policy_version: Count  # the number of weight syncs

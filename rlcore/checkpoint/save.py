@@ -77,8 +77,8 @@ class RankSaver:
             write(self._shards())
 
     def is_written(self, *, wait: bool) -> bool:
-        """Return whether the shards are written. If `wait` is true, wait for the thread first. If the write failed, the
-        next call raises the thread's DiskSpaceError or CheckpointError."""
+        """Return whether the shards are written. If `wait` is true, wait for the thread first. Raises the
+        thread's DiskSpaceError or CheckpointError if the write failed."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():
@@ -108,7 +108,7 @@ class _Save:
 
 class CheckpointSaver:
     """A saver of a run's checkpoints, one at a time. `wait_for_room(num_bytes, step)` waits for free disk space.
-    `phase()` returns a context that limits the time of the saver's other disk operations."""
+    `phase()` returns a context manager that limits the time of all other disk operations that training waits for."""
 
     def __init__(
         self,

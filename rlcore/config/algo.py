@@ -218,13 +218,13 @@ class AlgoConfig(Section):
     """The algorithm. `docs/algorithms.md` gives the equation and the function of each choice."""
 
     advantage: str = "grpo"
-    """The estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, gdpo, or a
-    custom `module:function`."""
+    """The advantage estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k,
+    gdpo, or a custom `module:function`."""
     advantage_options: Annotated[
         dict[str, bool | int | float | str],
         EffectiveWhen(".advantage", unless=" ".join({*ADVANTAGES} - {*ADVANTAGE_FUNCTIONS})),
     ] = Field(default_factory=dict)
-    """Keyword arguments of an advantage that is a function, such as `k` of pass_at_k."""
+    """Keyword arguments of pass_at_k (`k` and `threshold`) or of a custom advantage function."""
     gamma: Annotated[float, EffectiveWhen(".advantage", "gae reinforce_pp")] = Field(default=1.0, ge=0, le=1)
     """The discount factor per token. Only gae and reinforce_pp use it."""
     lam: Annotated[float, EffectiveWhen(".advantage", "gae")] = Field(default=1.0, ge=0, le=1)

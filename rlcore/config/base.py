@@ -1,7 +1,8 @@
 """The base class of all sections of settings, dotted keys, and rules between settings.
 
-A setting's annotation contains its `Bound` and its `EffectiveWhen`. A section lists its further rules in `checks`, and
-an `EffectiveWhen` of the whole section in `effective`. The key `.name` means a setting of the same section."""
+The annotation of a setting can contain a limit of its value (`Bound`) and a condition for its effect (`EffectiveWhen`).
+A section lists other rules in `checks`, and the condition for the effect of the whole section in `effective`. In a rule
+or condition, the key `.name` means a setting of the same section."""
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,7 +22,8 @@ from rlcore.errors import ConfigError
 Run = Any
 """A placeholder for the type `RunConfig`. An import of this type here would be circular."""
 FILE_ENDINGS = (".yaml", ".yml")
-"""The endings of a path of an experiment, suite or sweep. A name without such an ending means a file in `conf/`."""
+"""The file endings. An experiment, suite or sweep that is given with such an ending is a path. Without such an ending,
+it is the name of a file in `conf_dirs`."""
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The folder of the groups, experiments, suites and sweeps that come with Millrace."""
@@ -38,8 +40,8 @@ GROUPS = {
 }
 """The groups of settings, each with the option that is chosen by default."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""The groups whose options have different keys. If a run chooses another option of a group than an experiment's file,
-the file's keys of this group are dropped.
+"""The groups whose options have different keys. An experiment's file can choose an option and set its keys. If the user
+chooses another option of the group, these keys of the file are dropped.
 """
 
 
@@ -70,7 +72,7 @@ def expand_path(path: str) -> Path:
 
 
 def expand_home(path: str | None) -> str | None:
-    """Return a setting with `~` expanded. The setting may be None or a hub id. Fields use this as a validator."""
+    """Expand `~` in a path. None and hub ids are returned unchanged. Fields of settings use this as a validator."""
     return path and os.path.expanduser(path)  # noqa: PTH111
 
 
@@ -166,8 +168,9 @@ class Rule:
 
 
 def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
-    """Return a rule about the setting `key`. `others`: further keys whose values `holds` reads. If the rule is broken,
-    the message shows the values of all these keys."""
+    """Return a rule about the setting `key`. The rule is broken if `holds(section, run)` is false. `others`: the other
+    keys that `holds` reads, separated by spaces. The message has the text `says`, the values of all these keys, and
+    `remedy`."""
 
     def check(section: Any, run: Run) -> Problem | None:
         return None if holds(section, run) else Problem(key, says, _values_text(section, run, key, *names), remedy)
@@ -178,11 +181,11 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A limit for the setting that declares it. If `words` is `divide`, this setting must divide the product of the
-    settings in `others`. Otherwise the limit is the sum of the settings in `others`.
+    """A limit for the setting that declares it, such as `be at most` (`words`) the value of `others`. `others`: a key
+    or a sum of keys (`a + b`). If `words` is `divide`, `others` is a key or a product of keys (`a x b`).
 
     The limit is not checked if one of these settings is null or the setting in `only_with` is off. `remedy` can contain
-    the placeholders `{bound}` and `{divisors}`.
+    the placeholders `{bound}` (the value of `others`) and `{divisors}` (the largest divisors of this value).
     """
 
     words: Literal["divide", "be at most", "be at least", "be under"]
@@ -239,7 +242,7 @@ def sections_in(section: Section, prefix: str = "") -> Iterator[tuple[str, Secti
 
 
 def divisors(number: int) -> str:
-    """Return the largest divisors of a number as text, in ascending order."""
+    """Return a text with the 12 largest divisors of a number, or all if there are fewer, in ascending order."""
     low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
     found = sorted({*low, *(number // each for each in low)})
     return ", ".join(map(str, found[-_MAX_DIVISORS:]))
@@ -269,12 +272,14 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveWhen:
-    """A condition under which the setting that declares it has an effect. The condition is met if at least one setting
-    in `by` has a value in `values`, or a value outside `unless`. If `values` and `unless` are empty, at least one
-    setting in `by` must be on.
+    """A condition on other settings, which a setting declares. If it is not met, the declaring setting has no effect.
+    `by`: the keys of the other settings. The condition is met if at least one of them has a value in `values`, or a
+    value that is not in `unless`. If `values` and `unless` are empty, at least one of the other settings must be on
+    (not null, false, 0 or `off`).
 
-    `by`, `values`, `unless` and `of` are words separated by spaces, and `values` may be a function. `of`: the values of
-    the declaring setting that need the condition. `why` and `remedy` replace generated texts of the warning."""
+    `by`, `values`, `unless` and `of` are words separated by spaces. `values` can also be a function of the value. `of`:
+    the values of the declaring setting that depend on the condition (default: all). `why` and `remedy` replace the
+    generated reason and remedy in the warning."""
 
     by: str
     values: str | Callable[[Any], bool] = ""
@@ -284,7 +289,7 @@ class EffectiveWhen:
     remedy: str = ""
 
     def is_met(self, value: Any) -> bool:
-        """Return whether a setting in `by` with this value fulfills the condition."""
+        """Return whether the condition is met if a setting in `by` has this value."""
         if callable(self.values):
             return self.values(value)
         if self.values or self.unless:
@@ -293,13 +298,15 @@ class EffectiveWhen:
         return value not in (None, False, 0, "off", "", ())
 
     def reason(self, by: dict[str, Any]) -> str | None:
-        """Return the settings in `by` with their values if the condition does not hold. Return None if it holds."""
+        """Return a text that explains why the condition is not met: `why`, or the keys and values in `by`. Return None
+        if the condition is met or `by` is empty."""
         if not by or any(map(self.is_met, by.values())):
             return None
         return self.why or ", ".join(f"{name}={format_value(value)}" for name, value in by.items())
 
     def fix(self, config: Run, name: str) -> str:
-        """Return the remedy for a setting without an effect: change `name`, which is the first setting in `by`."""
+        """Return the remedy, such as `Set KEY=VALUE`: a change of the setting `name` that meets the condition.
+        `name` is the first setting in `by`."""
         outer, _, last = name.rpartition(".")
         kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
         choices = get_args(kind) if get_origin(kind) is Literal else (True,) if kind is bool else ()
@@ -312,12 +319,12 @@ class EffectiveWhen:
 def unused_settings(
     config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
 ) -> list[str]:
-    """Return warnings about given settings without an effect. Each warning names the settings that have no effect for
-    one reason. A setting occurs in only one warning.
+    """Return warnings about settings that the user has set but that have no effect. Settings that have no effect for
+    the same reason share one warning. A setting occurs in only one warning.
 
-    `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file. Such a key has no
-    warning if an override sets a setting in the key's condition. `swept`: the keys and groups that differ between the
-    points of a sweep. `config` has the settings that all points share."""
+    `given`: the keys and groups that overrides set. `in_file`: the keys that an experiment's file sets. There is no
+    warning about a key in the file if an override sets a setting on which the key's effect depends. `swept`: the keys
+    and groups that differ between the points of a sweep. `config` has the settings that all points share."""
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]
     lines = []
@@ -341,7 +348,8 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Map each condition, with the full keys of its `by`, to the settings and sections that declare the condition."""
+    """Map each condition to the keys of the settings and sections that declare it. The condition is paired with the
+    dotted keys of the settings on which it depends (`by`)."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

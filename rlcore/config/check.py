@@ -1,4 +1,4 @@
-"""The files of experiments and suites, the messages about wrong settings, and the rules of each dataset of a run."""
+"""Reading the files of experiments and suites, reporting wrong settings, and checking the rules for each dataset."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ SUITES = "validation.suites"
 
 
 def remove_value(settings: Any, path: Sequence[int | str]) -> Any:
-    """Remove the value at this path from nested plain settings, and return it."""
+    """Remove the value at this path from nested dictionaries. Return the value, or None if there is none."""
     *outer, last = path
     for part in outer:
         settings = settings.get(part, {})
@@ -40,14 +40,15 @@ def remove_value(settings: Any, path: Sequence[int | str]) -> Any:
 
 
 def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
-    """Return OmegaConf's settings as plain values. If `resolve` is true, every `${...}` is replaced by its value."""
+    """Return OmegaConf's settings as nested dictionaries. If `resolve` is true, replace every `${...}` by its value."""
     found = OmegaConf.to_container(tree, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
 
 def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
-    """Return the path of a pydantic error in nested plain values, without pydantic's names for members of unions."""
+    """Return the keys and indices that lead to the value of a pydantic error in `content`. The path in the error can
+    also contain names of union members, which are left out."""
     path: list[int | str] = []
     for part in detail["loc"]:
         if part in (content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()):
@@ -59,8 +60,9 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Report an error of pydantic, and remove the wrong value from `settings`. A number where a text is required is not
-    reported, but converted to text. `texts`: the text of each override of a number."""
+    """Report a pydantic error in `findings`, and remove the wrong value from `settings`. If the value is a number where
+    a string is required, convert it to a string instead. `texts`: for each key of an override, the number as it was
+    written, or '' if the value is no number."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -136,7 +138,7 @@ def _value_problem(key: str, detail: ErrorDetails) -> Problem:
 
 
 def rule_text(detail: ErrorDetails) -> str:
-    """Return the rule that a value breaks. pydantic's wording is adapted to Millrace's messages."""
+    """Return the text of a pydantic error in the wording of Millrace's messages, such as `must be greater than 0`."""
     text = detail["msg"].removeprefix("Value error, ")
     return text.replace("Input should be", "must be").replace("String should", "must")
 
@@ -150,7 +152,7 @@ def _describe(key: str) -> str:
 
 
 def read_yaml(file: Path) -> dict[str, Any] | str:
-    """Read a YAML file by OmegaConf. Return the keys and values in the file, or an error message."""
+    """Read a YAML file with OmegaConf. Return the keys and values in the file, or an error message."""
     try:
         if not file.exists():
             return "there is no such file"
@@ -177,7 +179,8 @@ class SettingsFile:
 
 
 def experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[SettingsFile]:
-    """Return the files of an experiment, base files first. After a problem in a file, no rule is checked."""
+    """Return the files of an experiment, base files first. A problem in a file is added to `findings`, and the rules
+    between settings are then not checked."""
 
     def wrong(rule: str, got: str, remedy: str) -> None:
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
@@ -233,14 +236,15 @@ def unknown_member_remedy(group: str, member: Any) -> str | None:
 
 
 def suites_in(settings: Mapping[str, Any]) -> list[Any]:
-    """Return the value of `validation.suites` in nested plain settings, or an empty list if it is not a list."""
+    """Return the value of `validation.suites` in nested dictionaries, or an empty list if it is not a list."""
     section = settings.get("validation")
     named = section.get("suites") if isinstance(section, dict) else None
     return named if isinstance(named, list) else []
 
 
 def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
-    """Return suites as plain values. Replace file names by their content, and report files that cannot be read."""
+    """Return the entries of `named`. An entry that is the name of a suite or a path is replaced by the file's content.
+    Files that cannot be read are reported in `findings`."""
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
         if isinstance(problem, Problem):
@@ -249,7 +253,8 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
 
 
 def _read(entry: str) -> dict[str, Any] | Problem:
-    """Return the content of a suite's file, or a problem. `NAME=SOURCE` sets `data.source` of the suite NAME."""
+    """Return the content of a suite's file, or a problem. `entry`: a path, NAME, or NAME=SOURCE. SOURCE replaces
+    `data.source` of the suite NAME."""
     is_path = entry.endswith(FILE_ENDINGS)
     name, _, source = (entry, "", "") if is_path else entry.partition("=")
     file = expand_path(name) if is_path else member_file("suite", name)

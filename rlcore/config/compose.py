@@ -1,8 +1,7 @@
-"""The composition of an experiment and overrides to one validated `RunConfig`. Only this module imports Hydra.
+"""Build one validated `RunConfig` from an experiment and overrides. Only this module imports Hydra.
 
-Hydra merges the chosen option of each group in `conf/` over the defaults of `rlcore.config`. The keys of an
-experiment's files replace values of the groups, and overrides replace both.
-"""
+Values come, from lowest to highest priority, from the defaults in `rlcore.config`, the chosen group options in `conf/`,
+the experiment's files, and the overrides."""
 
 import json
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -58,10 +57,11 @@ _LOCK = Lock()
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The composed settings (wrong values are removed), the problems, and the sources of the settings.
+    """The result of `compose`: the settings without wrong values, the mistakes in them, and the sources of the
+    settings.
 
-    `members`: the chosen option of each group. `override_keys`: the keys and groups that overrides set. `file_keys`:
-    the keys that the experiment's own file sets and no override sets."""
+    `files`: the experiment's files, its own file last. `members`: the chosen option of each group. `override_keys`: the
+    keys and groups that overrides set. `file_keys`: the keys that the last of `files` sets and no override sets."""
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -71,23 +71,27 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """Return warnings about given settings without an effect. `swept`: keys that differ between a sweep's runs."""
+        """Return a warning for each setting that an override or the experiment's file sets and that has no effect.
+        `swept`: the keys that differ between a sweep's runs."""
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":
-        """Return the composition itself. Raises ConfigError with all mistakes if there are any."""
+        """Return this composition if its settings have no mistakes. Otherwise raise a ConfigError that lists all
+        mistakes."""
         if self.problems:
             raise settings_error(self.problems)
         return self
 
 
 def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> RunConfig:
-    """Compose the settings of an experiment (name or file) or the defaults. Raises ConfigError with all mistakes."""
+    """Return the settings of an experiment (its name or file) with the overrides applied. Without an experiment, they
+    are applied to the defaults. Raises one ConfigError that lists all mistakes."""
     return compose(overrides, experiment=experiment).require_valid().config
 
 
 def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Composition:
-    """Return the composed settings together with their problems. The arguments are those of `load_config`."""
+    """Compose settings as `load_config` does. Instead of raising an error for mistakes, return them together with the
+    settings without the wrong values."""
     findings = Findings()
     request = _read_overrides(overrides, experiment, findings)
     files = [] if request.experiment is None else check.experiment_files(request.experiment, findings)
@@ -111,7 +115,7 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
 
 
 def swept_values(text: str) -> list[Any]:
-    """Return the values of an override such as `seed=1,2` or `seed=range(1,4)`, or [] for any other text."""
+    """Return the values in a Hydra sweep override such as `seed=1,2` or `seed=range(1,4)`, or [] for any other text."""
     parser = OverridesParser.create()
     try:
         override = parser.parse_override(text)
@@ -124,8 +128,8 @@ def swept_values(text: str) -> list[Any]:
 
 
 def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Apply overrides to composed settings, which are nested dicts, and check them. Raises one ConfigError that lists
-    all mistakes."""
+    """Apply overrides of keys (not of groups) to complete settings, given as nested dicts, and return the checked
+    result. Raises one ConfigError that lists all mistakes."""
     findings = Findings()
     request = _read_overrides(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
@@ -138,7 +142,7 @@ def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCo
 
 @dataclass(frozen=True, slots=True)
 class _ValueOverride:
-    """An override of one setting. `text`: the value as it was written."""
+    """An override that sets or deletes one key. `text`: the value as the user wrote it."""
 
     key: str
     value: Any
@@ -153,7 +157,7 @@ class _ValueOverride:
 
 @dataclass(slots=True)
 class _Request:
-    """The parsed overrides of a command. `choices`: the option of each group."""
+    """The overrides of one command, parsed. `choices`: the chosen options by group, such as `ppo` for `algo`."""
 
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)
@@ -241,7 +245,8 @@ def _choose_member(request: _Request, group: str, value: Any, findings: Findings
 
 
 def _validate_settings(settings: dict[str, Any], values: Sequence[_ValueOverride], findings: Findings) -> RunConfig:
-    """Apply overrides to nested plain settings. Report wrong values. Return a typed config without the wrong values.
+    """Apply the overrides in `values` to the settings. Add wrong values to `findings`, and return the settings without
+    them.
 
     Raises ConfigError if a wrong value cannot be removed."""
     for written in values:
@@ -291,7 +296,8 @@ def _merge(settings: Any, more: Any) -> Any:
 
 
 def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """Return the settings as JSON values without `${...}`. Remove and report values that cannot be resolved."""
+    """Return the settings as JSON values, with each interpolation such as `${seed}` replaced by its value. Values that
+    cannot be resolved are removed and added to `findings`."""
     while True:
         # The keys of JSON are texts, where those of YAML may be true or 1.
         settings = json.loads(json.dumps(settings, default=str))
@@ -315,8 +321,8 @@ def _path_of(key: str, settings: Any) -> list[str]:
 
 
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Remove and report wrong values until all values are valid. `texts`: the text of each override of a number, which
-    is used if a setting requires a text."""
+    """Return the settings as a `RunConfig`. Wrong values are removed and added to `findings`. `texts`: by key, the
+    number in an override as it was written, for a setting that requires text."""
     while True:
         text = json.dumps(settings)
         try:

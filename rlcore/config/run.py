@@ -48,9 +48,9 @@ class TrainerConfig(Section):
     ] = Field(default=16_384, ge=1)
     """The largest number of tokens in one forward and backward pass. The gradient does not depend on this number."""
     old_logprobs: Literal["auto", "recompute", "behavior"] = "auto"
-    """The source of the log-probabilities before the update: a separate forward pass (`recompute`), or the sampler
-    (`behavior`). `auto` runs the separate pass only if a batch gets more than one update, or if the algorithm needs
-    these log-probabilities before the update."""
+    """The source of the log-probabilities of the sampled tokens under the policy before the update: a separate forward
+    pass (`recompute`), or the sampler (`behavior`). `auto` runs the separate pass only if a batch gets more than one
+    update, or if the algorithm needs these log-probabilities before the update."""
     checks = (
         rule(".total_steps", "warm_start.enabled", "must be 1 or more without a supervised stage",
              lambda own, run: own.total_steps or run.warm_start.enabled,
@@ -85,15 +85,16 @@ class AlarmConfig(Section):
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
     """The lower limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
-    """The action if all responses of each group have the same score. The alarm is off with groups of one response."""
+    """The action if in every group all responses have the same score. With groups of one response, the alarm is off."""
     kl: StateAction = "off"
-    """The action on a KL divergence from the reference policy above `kl_above`. The alarm requires algo.kl.where."""
+    """The action if the KL divergence from the reference policy is above `kl_above`. The alarm requires
+    algo.kl.where=loss or reward."""
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
     """The limit of the mean KL divergence over response tokens, in nats."""
     length: StepAction = "off"
     """The action if the share of responses that end at rollout.max_response_tokens is at least `length_share`."""
     length_share: Annotated[float, EffectiveWhen(".length")] = Field(default=0.95, gt=0, le=1)
-    """The threshold of `length`: a share, from 0 to 1, of responses that end at rollout.max_response_tokens."""
+    """The limit of the share, from 0 to 1, of responses that end at rollout.max_response_tokens."""
     checks = (
         rule(".kl", "algo.kl.where", "needs a reference to measure the KL from",
              lambda own, run: own.kl == "off" or run.algo.kl.where != "off",
@@ -122,7 +123,8 @@ class AnswersConfig(Section):
     every_steps: int = Field(default=1, ge=0)
     """Record the responses of every validation and of each step that is a multiple of this number. 0: no record."""
     max_gb: Annotated[float, EffectiveWhen(".every_steps")] = Field(default=10.0, gt=0)
-    """The largest size of the record, in GB of 1e9 bytes. The oldest training steps are deleted first."""
+    """The largest size of the record, in GB of 1e9 bytes. If it is exceeded, the oldest training steps are deleted from
+    the record."""
 
 
 class ProfileConfig(Section):
@@ -135,7 +137,7 @@ class ProfileConfig(Section):
     """The number of recorded steps. Each step is written to separate files."""
 
     def has_step(self, step: int) -> bool:
-        """Return whether the profiler records a step."""
+        """Return whether the profiler records the given step."""
         return self.first_step is not None and 0 <= step - self.first_step < self.num_steps
 
 
@@ -165,12 +167,12 @@ class DeadlineConfig(Section):
     """The time limit for reading a checkpoint."""
 
     def longest_s(self) -> float:
-        """Return the longest deadline, in seconds."""
+        """Return the longest of these time limits, in seconds."""
         return max(float(getattr(self, name)) for name in type(self).model_fields)
 
 
 class RuntimeConfig(Section):
-    """The processes and devices of a run. They change the speed of a run but not its results."""
+    """The processes and devices of a run. They change the speed of a run, but not its results except for rounding."""
 
     backend: Literal["local", "ray"] = "local"
     """The place where workers run. `local`: one worker in the trainer's process. `ray`: each worker in a Ray actor."""
@@ -192,7 +194,7 @@ class RuntimeConfig(Section):
     ray_address: Annotated[str | None, _UNDER_RAY] = None
     """The address of a running Ray cluster. If null, a private cluster is started on this host."""
     placement_timeout_s: Annotated[float, _UNDER_RAY] = Field(default=60.0, gt=0)
-    """The number of seconds to wait until the Ray cluster grants the resources of the workers."""
+    """The largest number of seconds to wait for the Ray cluster to grant the resources of the workers."""
     fit_memory: Annotated[Literal["off", "check", "auto"], _ON_GPUS] = "check"
     """The use of the memory plan, which estimates a run's memory on a GPU. `off` only prints the plan. `check` refuses
     a run that does not fit with the smallest micro-batch. `auto` also chooses the fastest values that fit, for these
@@ -263,7 +265,7 @@ _WITH_STEPS = EffectiveWhen("trainer.total_steps")
 
 
 class RunConfig(Section):
-    """All settings that a run depends on."""
+    """All settings of a run."""
 
     name: Annotated[str, MayChange] = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
     """The name of the experiment. It is the first part of the run id."""
@@ -310,17 +312,19 @@ class RunConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """The largest number of steps of the run. The steps are supervised if `trainer.total_steps` is 0."""
+        """The largest number of training steps of the run: `trainer.total_steps`, or if that is 0,
+        `warm_start.max_steps`."""
         return self.trainer.total_steps or self.warm_start.max_steps
 
     @property
     def prompts_in_progress(self) -> int:
-        """The number of prompts that a step samples. The step trains on fewer if `rollout.finish_share` is below 1."""
+        """The number of prompts whose responses a step generates. It exceeds trainer.batch_size if
+        `rollout.finish_share` is below 1."""
         return int(self.trainer.batch_size / Fraction(str(self.rollout.finish_share)))
 
     @property
     def concurrent_responses(self) -> int:
-        """The number of responses that one engine generates at a time. An engine may be shared by several ranks."""
+        """The largest number of responses that one engine generates at a time. Several ranks may share an engine."""
         num_engines = self.runtime.num_workers // self.rollout.tensor_parallel_size
         responses = -(-self.prompts_in_progress * self.rollout.samples_per_prompt // num_engines)
         return min(self.rollout.max_num_seqs, responses)
@@ -328,7 +332,8 @@ class RunConfig(Section):
 
 @cache
 def all_keys() -> Mapping[str, tuple[FieldInfo, ...]]:
-    """Return the fields of each dotted key. A key that several tasks define (`data.scorer`) has several fields."""
+    """Return the pydantic fields of every setting, by dotted key. A key that several tasks define (`data.scorer`) has
+    several fields."""
     found: dict[str, tuple[FieldInfo, ...]] = {}
     for name, field in keys_of(RunConfig):
         found[name] = (*found.get(name, ()), field)
@@ -343,10 +348,10 @@ def section_names() -> frozenset[str]:
 
 @cache
 def free_mappings() -> frozenset[str]:
-    """Return the keys below which any name may be added, such as `tags`."""
+    """Return the settings that are mappings with names of the user's choice, such as `tags`."""
     return frozenset(name for name, (field, *_) in all_keys().items() if get_origin(field.annotation) is dict)
 
 
 def is_key(name: str) -> bool:
-    """Return whether a dotted name is a setting, or a name in a mapping where any name may be added."""
+    """Return whether a dotted name is a setting, or a name in one of the `free_mappings` such as `tags.note`."""
     return name in all_keys() or name.rpartition(".")[0] in free_mappings()

@@ -1,4 +1,5 @@
-"""The settings of a sweep (points, comparison, budget), and functions that read and check a sweep's file."""
+"""The settings of a sweep (its points, their comparison, its budget), and functions that read and check a sweep's
+file."""
 
 import itertools
 import json
@@ -22,7 +23,7 @@ from rlcore.config.run import RunConfig, all_keys, is_key, section_names
 Point = Mapping[str, JsonValue]
 """One combination of settings in a sweep: dotted keys or groups, with their values."""
 SEARCHES = ("grid", "list", "optuna")
-"""The ways to choose points. A sweep uses at most one of them."""
+"""The keys of a sweep's file that choose its points. A file has at most one of them."""
 
 
 class Range(Section):
@@ -39,7 +40,7 @@ class Range(Section):
 
     @property
     def is_whole(self) -> bool:
-        """True if the values are integers."""
+        """True if all values of the range are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int) and not isinstance(self.step, float)
 
     @model_validator(mode="after")
@@ -54,17 +55,18 @@ class Range(Section):
 
 
 VALUES, RANGE = "of a list", "of a range"
-"""The tags by which pydantic distinguishes a list from a range. pydantic adds the tag to the location of an error."""
+"""The tags by which pydantic distinguishes a list of values from a range. pydantic adds the tag to the location of an
+error."""
 Values = Annotated[
     Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
 ]
-"""The values of a setting: a list of values, or a range of numbers."""
+"""The values of one setting in a sweep: a list of values, or a range of numbers."""
 Space = dict[str, Values]
 
 
 class OptunaSearch(Section):
-    """A search by Optuna's TPE. Its points depend only on the seed and the scores of earlier points."""
+    """A search by Optuna's TPE sampler. Its points depend only on the seed and the scores of earlier points."""
 
     num_points: int = Field(ge=1)
     """The number of points to try. If a later call has a larger number, the search continues with further points."""
@@ -82,10 +84,9 @@ class Pruning(Section):
     """The early stopping of poor points. Each point is compared with the points that have already reached the same
     step.
 
-    A point is dropped if the best point is significantly better on the same held-out problems. This means
-    that the confidence interval of the paired difference is above 0. At the k-th comparison of n points, the best
-    n / (k + 1) points are never dropped.
-    """
+    A point is dropped if the best point is significantly better on the same held-out problems. The confidence interval
+    of the paired difference is then above 0. At the k-th comparison of n points, the best n / (k + 1) points are never
+    dropped."""
 
     every_steps: int = Field(ge=1)
     """The number of steps between two comparisons, a multiple of trainer.steps_per_chunk and validation.every_steps."""
@@ -94,18 +95,19 @@ class Pruning(Section):
 
 
 class Budget(Section):
-    """The limits of one call of a sweep. Runs that finished before do not count. The next call continues the sweep."""
+    """The limits of one call of `millrace sweep`. Runs that earlier calls finished do not count. The next call
+    continues the sweep."""
 
     runs: int | None = Field(default=None, ge=1)
     """The largest number of runs that one call of `millrace sweep` may start."""
     steps: int | None = Field(default=None, ge=1)
     """The largest number of training steps, summed over all runs, that one call of `millrace sweep` may start."""
     hours: float | None = Field(default=None, gt=0)
-    """The number of hours after which no further run starts."""
+    """The number of hours since the start of the call after which no further run starts."""
 
 
 class Objective(Section):
-    """The score of a point, which is the mean over seeds of a held-out metric at the last step."""
+    """The score of a point: a held-out metric at the last step, averaged over the point's seeds."""
 
     metric: str | None = None
     """A metric of the validation, such as reward/greedy. If null, the metric is reward/mean_at_k."""
@@ -123,7 +125,7 @@ class SweepSpec(Section):
     overrides: tuple[str, ...] = ()
     """The settings that all points share, written as on the command line."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = (1,)
-    """The seeds of each point. The score of a point is the mean over its seeds."""
+    """The seeds with which each point is trained. The score of a point is the mean over its seeds."""
     objective: Objective = Objective()
     grid: dict[str, tuple[JsonValue, ...]] | None = None
     """Settings with a list of values each. Every combination of the values is a point."""
@@ -141,21 +143,21 @@ class SweepSpec(Section):
 
     @property
     def space(self) -> Mapping[str, Values]:
-        """The settings that the search varies, with their values. It is empty if the sweep has no search."""
+        """The settings that Optuna varies, with their values. The mapping is empty if the sweep does not use Optuna."""
         return {} if self.optuna is None else self.optuna.space
 
 
 def points_of(spec: SweepSpec) -> list[Point]:
-    """Return the points of a grid or list, in order, or [] for a search, which chooses its points later."""
+    """Return the points of a grid or list in order. Return [] for Optuna, which chooses points later, and [{}] if only
+    seeds vary."""
     if spec.grid is not None:
         return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
     return list(spec.list or ([] if spec.searches else [{}]))
 
 
 def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
-    """Return the content of a sweep's file that runs every combination of overrides such as `seed=1,2,3`. Raises
-    ConfigError if no override has several values.
-    """
+    """Return the content of a sweep's file that runs every combination of the values in overrides such as `seed=1,2,3`.
+    Raises ConfigError if no override has several values."""
     several = {_key(text): values for text in overrides if (values := swept_values(text))}
     if not several:
         remedy = "Give one, as in seed=1,2,3 or optim.lr=1e-4,1e-3"
@@ -177,7 +179,8 @@ def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Return test points for a search. Together, they contain both ends of each range and all values of each list."""
+    """Return points with which the settings of a search are checked before it starts. Together, they contain both ends
+    of each range and all values of each list."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
@@ -187,7 +190,7 @@ def edge_points(space: Mapping[str, Values]) -> list[Point]:
 
 
 def point_overrides(point: Point) -> list[str]:
-    """Return a point as overrides.
+    """Return the settings of a point as a list of overrides.
 
     >>> point_overrides({"optim.lr": 1e-5, "data.operations": ["+", "-"], "filter.overlong": "off"})
     ['optim.lr=1e-05', "data.operations=['+','-']", "filter.overlong='off'"]
@@ -196,7 +199,7 @@ def point_overrides(point: Point) -> list[str]:
 
 
 def format_point(point: Point) -> str:
-    """Return a point as one line of text."""
+    """Return the overrides of a point as one line of text, or "the same settings" for a point without any."""
     return " ".join(point_overrides(point)) or "the same settings"
 
 
@@ -216,7 +219,8 @@ NOT_SWEPT = {
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep with checked settings. `base`: the settings that all points share. `points`: [] for a search."""
+    """A sweep with checked settings. `base`: the settings that all points share. `points`: empty for Optuna, which
+    chooses them later."""
 
     spec: SweepSpec
     overrides: tuple[str, ...]
@@ -245,17 +249,18 @@ class Sweep:
         return len(self.points) if self.spec.optuna is None else self.spec.optuna.num_points
 
     def rungs(self, config: RunConfig) -> tuple[int, ...]:
-        """Return the steps at which points with these settings are compared, including the last step of the run."""
+        """Return the steps at which points with these settings are compared, the last step included. Without `pruning`,
+        this is only the last step."""
         total = config.trainer.total_steps
         every = total if self.spec.pruning is None else self.spec.pruning.every_steps
         return (*range(every, total, every), total)
 
     def overrides_of(self, point: Point, seed: int) -> list[str]:
-        """Return the overrides of one run. They are applied to the experiment of the sweep."""
+        """Return the overrides of one run: the settings that all points share, the point's settings and the seed."""
         return [*self.overrides, *point_overrides(point), f"seed={seed}"]
 
     def unused_settings(self) -> list[str]:
-        """Return a warning for each setting without an effect in any point. The setting may be shared or swept."""
+        """Return a warning for each setting, shared or swept, that has no effect in any of the sweep's points."""
         swept = {key for point in self.points for key in point} | self.spec.space.keys()
         return compose(self.overrides, experiment=self.spec.experiment).unused_settings(swept)
 

@@ -1,4 +1,5 @@
-"""Responses to held-out problems and the result of a validation, stored in a run as `validation/<name>.json`."""
+"""Responses to held-out problems and the result of a validation, stored as `validation/<name>.json` in a run's
+folder."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,8 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 @dataclass(frozen=True)
 class Response:
     """One response to a problem. `parts`: the components of its score. `num_tokens` includes the end token. `logprob`:
-    the sum over the sampled tokens in nats. `said`: the answer that the scorer extracted. `failure`: the reason for
-    a missing score. Metrics ignore a response without a score."""
+    the sum of the sampled tokens' log-probabilities, in nats. `said`: the answer that the scorer extracted. `failure`:
+    the reason for a missing score. Metrics ignore a response without a score."""
 
     text: str
     score: float
@@ -43,7 +44,7 @@ class Response:
 
     @property
     def vote(self) -> str:
-        """The key for majority votes. Equal answers have the same key."""
+        """The response's final answer as a key for majority votes. Responses with equal answers have the same key."""
         return vote(self.text) if self.said is None else self.said
 
     @property
@@ -86,9 +87,10 @@ class ProblemResult:
 
 
 def vote(text: str) -> str:
-    """Return the final answer as a key for majority votes, without white space.
+    """Return the final answer in a response's text, without white space, as a key for majority votes.
 
-    The answer is the last `<answer>`, otherwise the text after the last `####`, otherwise the whole text.
+    The answer is the content of the last `<answer>`, otherwise the text after the last `####`, otherwise the whole
+    text.
 
     >>> vote("so <answer> 3 + 4 </answer>"), vote("it is #### 7"), vote("3 + 4")
     ('3+4', '7', '3+4')
@@ -107,9 +109,9 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
-    """Return one value per problem (Float[P]) for each statistic. A statistic has the name of its metric without
-    `val-core/<data_source>/`. Samples without a score are ignored. Greedy statistics need a greedy response to every
-    problem. Raises DataError if problems have different numbers of samples."""
+    """Return one value per problem (Float[P]) for each statistic. The name of a statistic is that of its metric without
+    `val-core/<data_source>/`. Samples without a score are ignored. Greedy statistics are left out unless every problem
+    has a greedy response. Raises DataError if problems have different numbers of samples."""
     k = num_samples(problems)
     found: dict[str, Array] = {}
     if k:
@@ -161,7 +163,8 @@ class ValidationResult:
         return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
-        """Return the mean of each column, Float[P], with its confidence interval."""
+        """Return the mean of each column over problems with its confidence interval. A column has one value per problem
+        (Float[P])."""
         if not columns:
             return {}
         table, settings = np.stack(list(columns.values()), axis=1), self.settings
@@ -180,12 +183,14 @@ class ValidationResult:
         return self.intervals_of(problem_statistics(self.scored_only.problems))
 
     def by_source(self) -> dict[str, "ValidationResult"]:
-        """Return the result of each data source, sorted by name, or {} for a single data source."""
+        """Return the part of this result for each data source, sorted by name, or {} if there is only one data
+        source."""
         parts = self._parts(lambda problem: problem.data_source)
         return {name: replace(part, data_source=name) for name, part in parts.items()} if len(parts) > 1 else {}
 
     def by_difficulty(self) -> dict[int, "ValidationResult"]:
-        """Return the result of each difficulty over the scored problems, easiest first."""
+        """Return the part of this result for each difficulty, easiest first. Problems that are not scored are left
+        out."""
         return self.scored_only._parts(lambda problem: problem.difficulty)
 
     def _parts(self, key: Callable[[ProblemResult], K]) -> dict[K, "ValidationResult"]:
@@ -193,9 +198,9 @@ class ValidationResult:
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics (see `rlcore/tracking/metrics.md`). `/ci_low` and `/ci_high` are the ends of an interval.
-        The first metric is the held-out reward, which the result of a suite does not have. If there are several data
-        sources, each source has its own metrics, and `val-core/all/...` covers all sources together."""
+        """Return the metrics by name (see `rlcore/tracking/metrics.md`). `/ci_low` and `/ci_high` are the ends of an
+        interval. The first metric is the held-out reward, which the result of a suite does not have. If there are
+        several data sources, each source has its own metrics, and `val-core/all/...` covers all sources together."""
         reward = self.intervals.get(self.reward_statistic) if not self.suite else None
         summary = {} if reward is None else {HELD_OUT_REWARD: reward.value}
         parts = [part.metrics() for part in self.by_source().values()]
@@ -208,7 +213,7 @@ class ValidationResult:
         return summary
 
     def write(self, path: Path) -> None:
-        """Write the JSON file atomically. Raises DiskSpaceError if the disk is full."""
+        """Write this result as a JSON file, atomically. Raises DiskSpaceError if the disk is full."""
         document: dict[str, Any] = _RESULT.dump_python(self, mode="json")
         write_json_atomically(path, {"format_version": FORMAT_VERSION, **document})
 
@@ -244,7 +249,7 @@ class Comparison:
 
 
 def pass_curve(result: ValidationResult) -> dict[int, Interval]:
-    """Return pass_at_k with its interval for k = 1, 2, 4, ... and for k equal to the number of samples."""
+    """Return pass_at_k with its interval, by k, for k = 1, 2, 4, ... and for k equal to the number of samples."""
     result = result.scored_only
     k = result.num_samples
     ks = sorted({*(2**power for power in range(k.bit_length())), k} - {0})

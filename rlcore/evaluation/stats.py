@@ -1,7 +1,7 @@
 """Statistics of repeated responses to the same problems, with confidence intervals.
 
-P: problems, n: responses per problem, c: correct responses per problem, M: statistics.
-Metrics are means over problems."""
+P: the number of problems. M: the number of statistics. n: the number of responses to a problem. c: the number of
+correct ones among them. Metrics are means over problems."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _CHUNK_SIZE = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value and the ends of its confidence interval."""
+    """A value and the lower and upper end of its confidence interval."""
 
     value: float
     low: float
@@ -33,7 +33,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """The mean difference `b - a` over the same problems. `wins`: the number of problems where `b` is higher."""
+    """The mean difference `b - a` of two systems' scores on the same problems. `wins`: the number of problems where
+    `b` scores higher. `losses`: the number of problems where `b` scores lower."""
 
     difference: Interval
     wins: int
@@ -42,8 +43,8 @@ class PairedDifference:
 
 def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
     """Return an unbiased estimate of the probability that at least one of k responses is correct:
-    `1 - C(n-c, k) / C(n, k)` (Chen et al. 2021, arXiv:2107.03374). n and c have the shape [P]. k is from 1 to n, and
-    is a number or has the shape [P].
+    `1 - C(n-c, k) / C(n, k)` (Chen et al. 2021, arXiv:2107.03374). n is `num_responses` and c is `num_correct`, both
+    of shape [P]. k, from 1 to n, is one number or has the shape [P].
 
     >>> pass_at_k([4, 4], [2, 1], 2).round(4).tolist()
     [0.8333, 0.5]
@@ -91,9 +92,9 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """Return the mean of each of M statistics with its confidence interval. The arguments are those of
-    `bootstrap_intervals`. If a statistic has only the values 0 and 1, its interval is Wilson's, because the bootstrap
-    is too narrow for rare successes.
+    """Return the mean over problems and a confidence interval for each of M statistics. `values`: [P, M]. If a
+    statistic has only the values 0 and 1, its interval is Wilson's, because the bootstrap is too narrow for rare
+    successes. Other intervals are those of `bootstrap_intervals`.
     """
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)

@@ -51,7 +51,8 @@ class SharedPrompts:
     cu_seqlens: Int[Tensor, "N_plus_1"]  # int32, bounds of the sequences among the computed tokens
 
     def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
-        """Return a row for each batch token, in attention order. Copies of a shared prompt token get the same row."""
+        """Copy the rows of the c computed tokens to all T tokens, in the order of the attention calls. All occurrences
+        of a shared prompt token get the same row."""
         order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
         found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found
@@ -76,9 +77,9 @@ class _Expand(torch.autograd.Function):
 
 
 def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return four arrays: the computed tokens Int[c], a position Int[T] for each token, the tokens that are not
-    computed Int[d], and their columns in `SharedPrompts.duplicates` Int[d]. A position is an index in the first array.
-    A token that is not computed has the position of the same token in the sequence of the first response."""
+    """Return the indices Int[c] of the tokens that the model computes, and for each token its place Int[T] in that
+    array. Also return the indices Int[d] of the duplicate tokens, which are not computed, and their columns Int[d] in
+    `SharedPrompts.duplicates`. The place of a duplicate is that of the same token in the first response's sequence."""
     lengths, indices = np.diff(bounds), np.arange(len(shared))
     first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
     sequence = np.repeat(indices, lengths)
@@ -175,8 +176,8 @@ def build_layout(
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group sequences of equal length, or of equal rounded length if there are too many different lengths. `lengths` is
-    sorted."""
+    """Return groups of sequences with equal length. If there are more than `_MAX_EXACT_LENGTHS` different lengths,
+    group by rounded length. `lengths` is sorted in ascending order."""
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0

@@ -22,8 +22,9 @@ _GPU_BLOCK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The results for n tokens. A result that is not computed is 0. `logprobs` and `entropy` are in nats. `is_top`: 1
-    where no token is likelier than the target. `candidates`: log-probabilities of further tokens."""
+    """Log-probabilities and entropies in nats for n target tokens. An entropy or `is_top` that was not requested is 0.
+    `is_top`: 1 where no token is likelier than the target. `candidates`: the log-probabilities of k other tokens per
+    target, or None."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]
@@ -49,7 +50,7 @@ def token_logprobs_and_entropy(
 
     At most `chunk_tokens` rows of logits exist at a time. The gradient of `weight` is summed in float32 over chunks.
     With `entropy="value"`, the entropy has no gradient. `compiled` fuses the operations after the matrix products
-    (CUDA). `candidates`: further tokens that need log-probabilities."""
+    (CUDA). `candidates`: k other tokens per row whose log-probabilities are returned too."""
     if temperature <= 0:
         raise ValueError(f"temperature: must be above 0 for log-probabilities, got {temperature}")
     apply = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _ChunkedHead.apply)
@@ -179,7 +180,8 @@ def _gradient(
     grad_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Replace the logits z, already divided by the temperature, by their gradient in place.
+    """Overwrite the logits z, which are divided by the temperature, with the gradient of the loss and return it in
+    `dtype`.
 
     d logprob / d z_j = 1[j = target] - p_j        d entropy / d z_j = -p_j (log p_j + entropy)
     """
@@ -231,6 +233,7 @@ def _slices(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield short ranges of rows, so that the temporary tensors of one range need little memory."""
+    """Yield consecutive row ranges of the logits, short enough that the temporary tensors of a range need little
+    memory."""
     elements = _CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     return _slices(len(logits), max(1, elements // logits.shape[1]))

@@ -46,7 +46,8 @@ def config_file(path: str, name: str = "config.json") -> Path | None:
 
 
 def require_reachable(key: str, path: str) -> None:
-    """Check that a model is a local directory, cached, or on a reachable hub. Raises ModelError if not."""
+    """Check that the model `path` is a local directory, cached, or on a reachable hub. Raises ModelError if not. The
+    message names `key`, the setting with the path."""
     if Path(path).expanduser().is_dir() or config_file(path) is not None:
         return
     if (refusal := _hub_problem(path)) is not None:
@@ -116,7 +117,9 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 
 
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
-    """Call `read`, a function of transformers that loads `what`. Raises ModelError if loading fails."""
+    """Return what `read`, a loading function of transformers, loads. Remote code is not run, and only local files are
+    read if `path` is a directory or the hub is unreachable. Raises ModelError if `what` cannot be loaded from
+    `path`."""
     try:
         return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:

@@ -73,8 +73,8 @@ def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An attention kernel. `no_window`: the value that disables its sliding window. `supports_gqa`: True if it has
-    `enable_gqa` (torch >= 2.12)."""
+    """An attention kernel. `no_window`: the window argument that disables the sliding window. `supports_gqa`: True if
+    the function has the argument `enable_gqa` (torch >= 2.12)."""
 
     function: Callable[..., Any]
     module: str
@@ -87,7 +87,7 @@ KERNELS: dict[Backend, Kernel] = {}
 
 
 def _load_kernel(name: Backend) -> str:
-    """Import a kernel once per process. Return an error message or ''."""
+    """Import the kernel of a backend into `KERNELS`, once per process. Return an error message, or '' on success."""
     if name in KERNELS:
         return ""
     try:
@@ -107,8 +107,8 @@ def _load_kernel(name: Backend) -> str:
 
 
 def flash_package(capability: int) -> str:
-    """Return the flash-attn module for a major compute capability. Version 3 is tried first, then 2, then the
-    pre-release 4. Raises ImportError with the error of each version."""
+    """Return the name of an importable flash-attn module for a GPU's major compute capability. Version 3 is tried
+    first, then 2, then the pre-release 4. Raises ImportError with the error of each version."""
     problems = []
     for module in (_FLASH_3, _FLASH_2, _FLASH_4):
         if capability in _CAPABILITIES.get(module, (capability,)):

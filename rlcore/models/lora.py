@@ -61,7 +61,8 @@ class Nf4Linear(nn.Module):
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return the weight in its original type. `gather` returns an offloaded buffer as a copy on the device."""
+        """Return the dequantized weight in the type it had before quantization. `gather` returns a buffer on the
+        device, even if the buffer is offloaded."""
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )
@@ -122,13 +123,13 @@ def dequantize_weight(
 
 @torch.library.custom_op("millrace::nf4_linear", mutates_args=())
 def nf4_linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """Compute x W^T + bias. Only x receives a gradient."""
+    """Compute x W^T + bias, where W is dequantized from `packed` and `scales`. Only x receives a gradient."""
     return functional.linear(x, dequantize_weight(packed, scales, (out_features, x.shape[-1]), x.dtype), bias)
 
 
 @torch.library.custom_op("millrace::nf4_linear_backward", mutates_args=())
 def nf4_linear_backward(gradient: Tensor, packed: Tensor, scales: Tensor, in_features: int) -> Tensor:
-    """Return the gradient of x in `nf4_linear`."""
+    """Return the gradient with respect to the input x of `nf4_linear`. `gradient`: that of the output."""
     return gradient @ dequantize_weight(packed, scales, (gradient.shape[-1], in_features), gradient.dtype)
 
 
@@ -219,14 +220,15 @@ def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[T
 
 @functools.cache
 def _noise(device: torch.device) -> Int[Tensor, "C"]:
-    """Return random integers below a bfloat16 step, in units of a float32's last bit."""
+    """Return fixed random integers from 0 to 2^16 - 1: fractions of a bfloat16 step, in units of a float32's last
+    bit."""
     drawn = torch.randint(1 << 16, (1 << 22,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     return drawn.to(device)
 
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:
-    """Add adapters to `policy` in place before `shard`, freeze all other weights, and return `policy`. B is 0, and
-    `seed` alone determines A on every device. Raises ModelError if the model has no linear layer of
+    """Add adapters to `policy` in place, freeze all other weights, and return `policy`. Call this before `shard`. B is
+    0, and A depends only on `seed`, not on the device. Raises ModelError if the model has no linear layer of
     `lora.target_modules`."""
     policy.requires_grad_(False)
     policy.base_digest = base_digest(policy.model)
@@ -252,7 +254,7 @@ def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> Causal
 
 
 def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of frozen parameters and of the buffers of 4-bit layers."""
+    """Yield the name and tensor of each frozen parameter, and of the packed weight and scales of each 4-bit layer."""
     yield from ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
     for prefix, module in model.named_modules():
         if isinstance(module, Nf4Linear):
@@ -282,7 +284,8 @@ def without_adapters(policy: CausalPolicy) -> Iterator[None]:
 
 
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters with adapters merged, under their plain names. `gather` returns a parameter unsharded."""
+    """Yield each parameter with its adapter merged, under its name in a model without adapters. `gather` unshards a
+    tensor."""
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None

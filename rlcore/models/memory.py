@@ -56,7 +56,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient. The gradients stay unchanged."""
+        """Apply one AdamW update to each parameter that has a gradient. The gradients are kept."""
         assert closure is None, "gradients are already computed"
         gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         try:
@@ -169,9 +169,9 @@ def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
 
 
 def release_cached_memory() -> None:
-    """Wait for the GPU, then release torch's cached CUDA memory, if CUDA is in use. The wait is needed for expandable
-    segments. Before torch releases them, it waits only for the stream that allocated a block, but FSDP reads gradients
-    on another stream."""
+    """Wait for the GPU, then release torch's cached CUDA memory, if CUDA is in use. The wait is needed because
+    torch's release of expandable segments waits only for the stream that allocated a block. FSDP reads gradients on
+    another stream."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -186,8 +186,8 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 
 class OffloadedWeights:
-    """Frozen parameters that leave the device while other tensors need its memory. The host keeps a copy, pinned for a
-    GPU. Storage is resized in place, so references that FSDP and others hold stay valid."""
+    """Frozen parameters whose device memory can be released and refilled from a host copy, which is pinned for a GPU.
+    Storage is resized in place, so FSDP's references to the parameters stay valid."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._host: dict[Tensor, Tensor] = {}

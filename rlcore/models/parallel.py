@@ -105,8 +105,9 @@ gathered alone."""
 
 
 class _Buckets:
-    """A callable that returns unsharded parameters, which are grouped in buckets. The first request for a parameter of
-    a bucket gathers the whole bucket in one collective. The order of requests must be the same on all ranks."""
+    """A callable that returns a parameter unsharded. Parameters are grouped in buckets (`BUCKET_BYTES`). The first
+    request for a parameter of a bucket gathers the whole bucket in one collective. The order of requests must
+    be the same on all ranks."""
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value
@@ -130,7 +131,8 @@ class _Buckets:
         return self._dtype
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """Return the whole parameter. Each parameter may be requested once."""
+        """Return the unsharded parameter. Each parameter can be requested only once, because its copy is then
+        dropped."""
         if parameter not in self._bucket_of:
             return gather_parameter(self._value(parameter))
         if parameter not in self._whole:
@@ -141,7 +143,8 @@ class _Buckets:
 
 
 def _gather_bucket(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Gather several parameters of one type in a collective. The last ranks may have shorter shards, or none."""
+    """Yield the parameters unsharded, gathered in one collective from each rank's `shards` after casting to `dtype`.
+    Shards of the last ranks can be shorter or empty."""
     mesh, shapes = parameters[0].device_mesh, [parameter.shape for parameter in parameters]
     sizes = [-(-shape[0] // mesh.size()) * math.prod(shape[1:]) for shape in shapes]
     mine = shards[0].new_zeros(sum(sizes), dtype=dtype)

@@ -21,9 +21,8 @@ _MAX_COMPILED_GRAPHS = 64
 
 
 class PackedTrunk(nn.Module):
-    """A decoder over T packed tokens. Subclasses add a head. Float32 weights with a bfloat16 `compute_dtype` run under
-    autocast, unless FSDP casts the weights (`sharded`). In saved files, parameters have
-    the names that they have in `model`."""
+    """A decoder over T packed tokens, without a head, which subclasses add. Float32 weights with a bfloat16
+    `compute_dtype` run under autocast, unless `sharded` is set: then FSDP casts the weights."""
 
     def __init__(self, model: PreTrainedModel, settings: ModelConfig, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,8 +66,8 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer without its hooks, and the operations of the head after the matrix products. Call
-        this before `shard`."""
+        """Compile the forward pass of each decoder layer without FSDP's hooks, and the operations of the head after the
+        matrix products. Call this before `shard`, which adds the hooks."""
         self._is_compiled = True
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
@@ -81,7 +80,8 @@ class PackedTrunk(nn.Module):
     def hidden_states(
         self, token_ids: Int[Tensor, "T"], position_ids: Int[Tensor, "T"], layout: PackedLayout
     ) -> Float[Tensor, "c H"]:
-        """Return the last hidden states in layout order: token t is at `layout.computed_index[t]`."""
+        """Return the decoder's output for the c computed tokens, in the order of the layout. The state of batch token t
+        is at `layout.computed_index[t]`."""
         # Tensors for the backward pass. Checkpointed layers save only their inputs.
         on_host = save_on_cpu(pin_memory=self.device.type == "cuda") if self._offload_activations else nullcontext()
         with self._precision(), on_host:
@@ -101,7 +101,7 @@ class PackedTrunk(nn.Module):
 
 
 def _at(positions: Tensor, values: Tensor, length: int) -> Tensor:
-    """Return a tensor of `length` rows that is 0 except for `values` at `positions`."""
+    """Return a tensor of `length` rows with the rows of `values` at `positions` and 0 at all other positions."""
     return values.new_zeros(length, *values.shape[1:]).index_copy(0, positions, values)
 
 
@@ -141,9 +141,9 @@ class CausalPolicy(PackedTrunk):
     ) -> TokenLogprobs:
         """Return the log-probability, entropy and top-1 flag of each target, Float32[T], with 0 outside `loss_mask`.
 
-        For `shared`, see `build_layout`. Shared tokens must have no loss. Temperature 0 (greedy) counts as 1, as in the
-        engines. `cu_seqlens` and `loss_mask` on the host avoid synchronization. `candidates`: further tokens that need
-        log-probabilities."""
+        For `shared`, see `build_layout`. Shared tokens must have no loss. For temperature 0 (greedy
+        decoding), 1 is used, as in the engines' log-probabilities. If `cu_seqlens` and `loss_mask` are on the host, the
+        call does not wait for the device. `candidates`: k other tokens per target that get log-probabilities."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         found = token_logprobs_and_entropy(
             hidden,
@@ -171,7 +171,8 @@ class CausalPolicy(PackedTrunk):
         k: int,
         temperature: float,
     ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """Return an unsharded model's `k` likeliest next tokens and their log-probabilities, 0 outside `loss_mask`."""
+        """Return the `k` likeliest next tokens after each token, and their log-probabilities. Both are 0 outside
+        `loss_mask`. The model must not be sharded."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         ids, logprobs = likeliest_tokens(
             hidden, weight, k=k, temperature=temperature or 1.0, chunk_tokens=self._head_chunk_tokens
@@ -186,7 +187,7 @@ class CausalPolicy(PackedTrunk):
         loss_mask: Bool[Array, "T"],
         shared: IntArray | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the positions with a loss, their last hidden states, and the weight of the head."""
+        """Return the positions with a loss, the decoder's output at these positions, and the weight of the head."""
         positions = to_device(torch.as_tensor(loss_mask).nonzero()[:, 0], token_ids.device)
         layout = self.layout(cu_seqlens, shared)
         hidden = self.hidden_states(token_ids, position_ids, layout).index_select(0, layout.computed_index[positions])
@@ -199,9 +200,10 @@ class CausalPolicy(PackedTrunk):
         position_ids: Int[Tensor, "B L"],
         cache: DynamicCache,
     ) -> Float[Tensor, "B V"]:
-        """Return the float32 logits after the last of L new tokens. Rows are left-padded, and S = cached tokens + L.
-        `attention_mask` is True for real tokens. `cache` is extended and keeps all tokens. A sliding window is applied
-        by masking. The model must be in evaluation mode, since gradient checkpointing discards the cache."""
+        """Return the float32 logits of the token that follows L new tokens. Rows are left-padded, and S = cached tokens
+        + L. `attention_mask` is 1 for real tokens. The L new tokens are added to `cache`, which drops no old tokens. A
+        sliding window is applied by masking. The model must be in evaluation mode, since gradient checkpointing
+        discards the cache."""
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
         with self._precision():
             output = self.decoder(

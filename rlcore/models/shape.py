@@ -40,7 +40,8 @@ def untrainable(config: Mapping[str, Any]) -> str | None:
 
 
 def require_trainable(key: str, path: str) -> None:
-    """Raise ModelError if a model cannot be trained. Skip the check if the model has no local `config.json`."""
+    """Raise ModelError if the model `path` cannot be trained. The message names the setting `key`. The check is skipped
+    if the model has no local `config.json`."""
     config = _read_config(path)
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
@@ -48,7 +49,8 @@ def require_trainable(key: str, path: str) -> None:
 
 
 def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Raise ModelError if the model does not embed each token. Skip the check without a local `config.json`."""
+    """Raise ModelError if a token's id is not below the `vocab_size` of the model `path`. The message names the setting
+    `key`. The check is skipped if the model has no local `config.json`."""
     config, highest = _read_config(path), max(tokens.values(), default=-1)
     size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and size <= highest:
@@ -59,7 +61,8 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Raise ModelError if a token has another id in this model than in the policy. Only local files are checked."""
+    """Raise ModelError if a token of the policy (`tokens`) has another id in the model `path`, or no embedding. The
+    message names the setting `key`. Only local files are read."""
     require_embeddings(key, path, tokens)
     own = vocabulary_of(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
@@ -209,8 +212,9 @@ class ModelShape:
 
         N: weights of the layers. T: tokens. M: `num_targets`, the tokens that the head processes, 0 for a value model.
         A: attention width over all layers. s: sequence lengths. R: adapter weights of `lora`. `num_shared` tokens of
-        shared prompts count only for attention. Causal attention needs half of the s^2 scores. Query, key and value of
-        the first layer have no input gradient if the embedding is frozen. Recomputation is not counted."""
+        shared prompts count only for attention. Half of the s^2 scores are counted, since attention is causal. Query,
+        key and value of the first layer have no input gradient if the embedding is frozen. Recomputation is not
+        counted."""
         sizes = list(lengths)
         num_tokens, weights = sum(sizes) - num_shared, self.layers * self.layer_weights
         matrices = weights * num_tokens + self.embedding * num_targets
@@ -222,7 +226,8 @@ class ModelShape:
         return float(4 * matrices + (6 * self.adapter_parameters(lora) - 2 * first) * num_tokens + attention)
 
     def verl_flops(self, lengths: Iterable[int]) -> float:
-        """Return the number of operations by veRL's formula. It assumes that all weights are trained on all tokens."""
+        """Return the number of operations of an update by veRL's formula, in which every token passes through all
+        weights, including the embedding and the head."""
         sizes = list(lengths)
         return self.update_flops(sizes, num_targets=2 * sum(sizes))
 
@@ -239,13 +244,15 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
 
 
 def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """Return the shape of the critic's model, or `shape` if `critic.path` is unset or unavailable."""
+    """Return the shape of the critic's model, or the policy's `shape` if `critic.path` is unset or its `config.json` is
+    unavailable."""
     path = None if config.critic is None else config.critic.path
     return shape if path is None else shape_from_config(_read_config(path)) or shape
 
 
 def teacher_shapes(config: RunConfig, shape: ModelShape) -> list[ModelShape]:
-    """Return the shape of each teacher, or `shape` if the teacher's shape is unavailable."""
+    """Return the shape of each teacher model, or the policy's `shape` where the teacher's `config.json` is
+    unavailable."""
     teacher = config.algo.teacher
     return [shape_from_config(_read_config(path)) or shape for path in teacher.paths] if teacher else []
 
@@ -315,7 +322,8 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
 
 
 def is_plain_tokenizer(tokenizer_config: Path) -> bool:
-    """Return whether the class in `tokenizer_config` says that `tokenizer.json` alone defines the tokenizer. For some
-    architectures (qwen2), `AutoTokenizer` of transformers 5 ignores this class and splits text in another way."""
+    """Return whether the file names a generic `tokenizer_class`, with which `tokenizer.json` alone defines the
+    tokenizer. For some architectures (qwen2), `AutoTokenizer` of transformers 5 ignores this class and splits text
+    differently."""
     name = json.loads(tokenizer_config.read_text(encoding="utf-8")).get("tokenizer_class")
     return name in ("TokenizersBackend", "PreTrainedTokenizerFast")

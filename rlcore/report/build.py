@@ -39,7 +39,7 @@ class ReportFiles:
 
 def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
     """Write the report of a finished or unfinished run into `target`. The default of `target` is `report` in the run's
-    folder. Raises DataError if `run_dir` is not a run."""
+    folder. `failure`: the error that ended the run, or ''. Raises DataError if `run_dir` is not a run."""
     return _write({run_dir.name: read_run(run_dir)}, target or run_dir / "report", "report", failure)
 
 
@@ -58,7 +58,8 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
 
 
 def summary_markdown(run_dir: Path, failure: str = "") -> str:
-    """Return the title, key metrics and findings of a run as Markdown. Raises DataError if the folder is not a run."""
+    """Return the title, key metrics and findings of a run as Markdown. `failure`: the error that ended the run, or ''.
+    Raises DataError if the folder is not a run."""
     return page.markdown_of(_run_head(read_run(run_dir), failure, ()))
 
 
@@ -71,7 +72,8 @@ def _write(runs: Runs, folder: Path, stem: str, failure: str = "") -> ReportFile
 
 
 def report_of(runs: Runs, draw: Draw, failure: str = "") -> Report:
-    """Return the report of one run, or the comparison of several runs, without writing it."""
+    """Return the report of one run, or the comparison of several runs. `draw` draws charts and returns their block of
+    the report. No report file is written."""
     groups = compare.groups_of(list(runs.values()))
     sections = tuple(_sections_of(runs, groups, draw))
     if len(runs) > 1:

@@ -17,7 +17,7 @@ Tone = Literal["", "good", "bad", "watch", "muted"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table. `text` is for people, and `value` is for programs."""
+    """A cell of a table. `text`: the formatted text in the page. `value`: the unformatted value in the JSON file."""
 
     text: str
     value: JsonValue = None
@@ -25,7 +25,8 @@ class Cell:
 
 
 Kind = Literal["text", "code", "number", "score", "share", "percent", "seconds", "signed", "difference"]
-"""The kind of a column. A value of the kind `difference` is an interval and is marked as good or bad."""
+"""The kind of values in a column, which determines their format. An interval of the kind `difference` is marked as
+good if it is above 0 and as bad if it is below 0."""
 Value = Cell | Interval | str | float | None
 """The content of a cell before formatting."""
 Row = tuple[Value, ...]

@@ -92,7 +92,8 @@ def stability_finding(record: RunRecord) -> Finding:
 
 
 def learning_limit(record: RunRecord) -> Finding:
-    """Return a finding about what limits the reward according to the metrics, such as groups with equal scores."""
+    """Return a finding that names what limits the reward in the last third of the steps. Examples are many groups with
+    equal scores and many truncated responses."""
     rule = (
         f"In the last third of the steps: over {LARGEST_EQUAL_SHARE:.0%} of groups with equal scores, over "
         f"{LARGEST_CUT_SHARE:.0%} of responses truncated, training reward above held-out reward by more than "
@@ -131,7 +132,7 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
 
 
 def speed_limit(record: RunRecord) -> Finding:
-    """Return a finding about the phase that takes the largest share of a step."""
+    """Return a finding that names the phase of a training step with the largest share of its time."""
     rule = "Phase with the largest share of the mean step, without the first step (warm-up)."
     finding = partial(Finding, "Speed limited by", rule=rule)
     phases = mean_phases(record)
@@ -232,7 +233,7 @@ def _nonfinite(record: RunRecord) -> Check:
 
 
 def score_range(record: RunRecord) -> float:
-    """Return the difference between the highest and lowest score of the run, or 1 if the difference is unknown or 0."""
+    """Return the difference between the highest and lowest training score of the run, or 1 if it is unknown or 0."""
     high, low = record.series("critic/score/max"), record.series("critic/score/min")
     return 1.0 if high is None or low is None else float(high.max() - low.min()) or 1.0
 

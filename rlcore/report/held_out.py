@@ -90,7 +90,7 @@ def _result_table(record: RunRecord) -> Table:
 
 
 def suite_table(record: RunRecord) -> Table | None:
-    """Return a table of all statistics of all suites before and after training, or None if there are no suites."""
+    """Return a table of all statistics of each evaluation suite before and after training, or None without results."""
     rows: list[Row] = []
     for name, results in record.suites.items():
         both = [results[label] for label in ("before", "after") if label in results]
@@ -156,7 +156,8 @@ def _parts_table(
     parts_of: Callable[[ValidationResult], Mapping[Any, ValidationResult]],
     note: str,
 ) -> Table | None:
-    """Return a table with the statistics of each subset, or None for fewer than two subsets."""
+    """Return a table with a row for each subset of the problems, such as one difficulty, and a column for each
+    statistic and validation. `parts_of` splits a validation into subsets. Return None for fewer than two subsets."""
     parts = {label: parts_of(result) for label, result in results.items()}
     columns: dict[str, dict[Any, Value]] = {
         "Problems": {each: len(part.problems) for found in parts.values() for each, part in found.items()}

@@ -83,8 +83,7 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters["prose"] = prose
 _TEMPLATES.filters["kind"] = lambda block: type(block).__name__
 SAMPLES_OF_A_KIND = 3
-"""The maximum number of problems in a sample table for each change between before and after training, such as
-`newly solved`."""
+"""The maximum number of problems in the table of sample responses for each kind of change, such as `newly solved`."""
 _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
     (False, True): ("newly solved", "good"),
     (True, False): ("lost", "bad"),
@@ -94,7 +93,8 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
 
 
 def sample_table(record: RunRecord) -> Table:
-    """Return a table of responses before and after training, grouped by kind of change, such as `newly solved`."""
+    """Return a table with one row per problem: a response before and a response after training. Rows are grouped by
+    kind of change, such as `newly solved`, with at most `SAMPLES_OF_A_KIND` rows each."""
     rows: dict[str, list[Row]] = {kind: [] for kind, _ in _KINDS.values()}
     later = {problem.prompt_id: problem for problem in record.after.problems} if record.after is not None else {}
     before = record.before.problems if record.before is not None else ()

@@ -1,5 +1,5 @@
-"""Charts and summary tables of metrics. A `Panel` describes a chart with several metrics. If the chart compares several
-runs, it shows only the first of these metrics."""
+"""Charts and summary tables of metrics. A `Panel` describes a chart with several metrics of one run. In a comparison of
+several runs, the chart shows only the first of these metrics, with the curves of all runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,7 +159,8 @@ def learning_panels(runs: Runs) -> Sequence[Panel]:
 
 
 def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
-    """Return the charts of the panels that apply to the runs."""
+    """Return the charts of those panels whose condition `when` holds for a run. A comparison omits panels with held-out
+    statistics and panels without metric lines."""
     runs = [run for group in groups.values() for run in group]
     if len(runs) > 1:
         compared = [panel for panel in panels if panel.lines and not panel.held_out and any(map(panel.when, runs))]

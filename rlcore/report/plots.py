@@ -108,7 +108,7 @@ def last_tenth(series: Series) -> float:
 
 
 def last_third(series: Series) -> Series:
-    """Return the last third of the run (at least one step)."""
+    """Return the values of the last third of the steps (at least one step)."""
     return series.iloc[-_num_steps(series, 1 / 3) :]
 
 
@@ -123,7 +123,8 @@ def without_first_step(series: Series) -> Series:
 
 
 def thin(series: Series, most: int) -> Series:
-    """Reduce a series to at most `most` points, each of which is the mean of neighboring steps."""
+    """Reduce a series to at most `most` points. Each point is the mean of the values and steps of neighboring
+    points."""
     if len(series) <= most:
         return series
     stretch = np.arange(len(series)) * most // len(series)
@@ -151,7 +152,8 @@ def series_over(series: Series, totals: Series | None) -> Series:
 
 
 def band_of(curves: Sequence[Series]) -> pd.DataFrame:
-    """Return the `mean`, `min` and `max` of several curves, interpolated at common points of the shared range."""
+    """Return the columns `mean`, `min` and `max` over several curves at `GRID_POINTS` evenly spaced x values. The
+    curves are interpolated, and the x values cover the range that all curves have in common."""
     low, high = max(curve.index[0] for curve in curves), min(curve.index[-1] for curve in curves)
     grid = np.linspace(low, max(low, high), GRID_POINTS)
     values = np.array([np.interp(grid, curve.index, curve) for curve in curves])

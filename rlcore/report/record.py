@@ -105,7 +105,8 @@ class RunRecord:
 
     @property
     def workers(self) -> Mapping[str, Any]:
-        """Return the data of the newest `workers` event (`rlcore.run.record`), or an empty mapping for old journals."""
+        """Return the facts about the ranks at their newest start, such as their number, device and model size. Return
+        an empty mapping for journals without this event."""
         return next((event.data for event in reversed(self.events) if event.name == WORKERS), {})
 
     @cached_property
@@ -118,7 +119,7 @@ class RunRecord:
 
     @cached_property
     def data_source(self) -> str | None:
-        """Return the data source of the held-out scores, or None if it is unknown."""
+        """Return the name of the data set of the held-out problems, or None if no validation is recorded."""
         if self.validations:
             return next(iter(self.validations.values())).data_source
         found = {match["source"] for match in self._core_names}
@@ -126,14 +127,16 @@ class RunRecord:
 
     @cached_property
     def num_samples(self) -> int:
-        """Return the number of samples per problem in the newest validation, or 0 if it has no samples."""
+        """Return the number of sampled responses per problem in the newest validation, or 0 without sampled
+        responses."""
         if self.validations:
             return max(self.validations.values(), key=lambda result: result.step).num_samples
         return next((int(match["k"]) for match in self._core_names), 0)
 
     @cached_property
     def _core_names(self) -> list[re.Match[str]]:
-        """Return the parsed names of held-out reward metrics in the journal. Names from the newest steps come first."""
+        """Return regex matches of the held-out reward metrics in the journal, with the groups `source` and `k`. Names
+        from the newest steps come first."""
         is_of_suite = self.config.validation.is_of_suite
         names = dict.fromkeys(name for record in reversed(self.steps) for name in record.metrics)
         return [found for name in names if not is_of_suite(name) and (found := _CORE.fullmatch(name))]
@@ -183,12 +186,13 @@ class RunRecord:
 
     @property
     def reward_statistic(self) -> str:
-        """Return the name of the statistic that the report uses as the held-out reward."""
+        """Return the name of the statistic that the report uses as held-out reward, such as `reward/mean_at_4`."""
         return self.core_statistics[0]
 
     @property
     def core_statistics(self) -> tuple[str, ...]:
-        """Return the names of the main held-out statistics. The first one is the held-out reward."""
+        """Return the names of the main held-out statistics, such as `reward/mean_at_4` and `reward/greedy`. The report
+        uses the first one as the held-out reward."""
         k = self.num_samples
         return (*(f"reward/{name}_at_{k}" for name in ("mean", "pass", "maj") if k), "reward/greedy")
 
@@ -239,7 +243,8 @@ def _read_journal(file: Path, missing: list[str]) -> JournalContents:
 
 
 def _journal_gaps(file: Path, journal: JournalContents, checkpoints: Sequence[CheckpointInfo]) -> Iterable[str]:
-    """Yield a sentence about missing steps, and a sentence about each mismatch between the journal and a checkpoint."""
+    """Yield a sentence about trained steps that have no line in the journal `file`. Then yield a sentence about each
+    mismatch between the journal and a checkpoint."""
     refused = {
         str(event.data.get("path")): datetime.fromtimestamp(event.time, UTC).isoformat("T", "microseconds")
         for event in journal.events

@@ -24,12 +24,13 @@ _NULL_SECTIONS: Mapping[str, type[CriticConfig | LoraConfig]] = {"critic": Criti
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return the settings as plain values by dotted key."""
+    """Return all settings as JSON values by dotted key, such as `trainer.total_steps`."""
     return leaves(config.model_dump(mode="json"))
 
 
 def defaults_of(config: RunConfig) -> dict[str, Any]:
-    """Return the default of each possible key for the run's task. Optional sections are included."""
+    """Return the default value of every setting that the run's task has, by dotted key. The optional sections `critic`
+    and `model.lora` are included."""
     plain = RunConfig().model_dump(mode="json")
     found = leaves({**plain, "data": type(config.data)().model_dump(mode="json")})
     found["data.task"] = plain["data"]["task"]
@@ -39,7 +40,7 @@ def defaults_of(config: RunConfig) -> dict[str, Any]:
 
 
 def settings_table(config: RunConfig) -> Table:
-    """Return a table of the settings that differ from the defaults."""
+    """Return a table of the run's settings that differ from the defaults of its task."""
     defaults = defaults_of(config)
     rows = [
         (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), describe_setting(key))
@@ -150,7 +151,8 @@ def phase_seconds(record: RunRecord) -> pd.DataFrame:
 
 
 def mean_phases(record: RunRecord) -> dict[str, float]:
-    """Return the mean seconds of each phase without the first step. Their sum is the mean time of a step."""
+    """Return the mean seconds of each phase over all steps except the first. The sum over phases is the mean time of a
+    step."""
     found = phase_seconds(record)
     return {str(name): float(seconds) for name, seconds in found.iloc[min(1, len(found) - 1) :].mean().items()}
 

@@ -24,7 +24,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A response that should earn nothing, and its score."""
+    """A worthless response to a problem and the score that the scorer gave it."""
 
     kind: str
     case: Case
@@ -34,7 +34,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """A kind of response that earned too much. `num_tried` is the number of scored responses of this kind."""
+    """A kind of worthless response that the scorer rewards. `num_tried`: the number of scored responses of this kind.
+    `paid`: the rewarded ones."""
 
     kind: str
     num_tried: int

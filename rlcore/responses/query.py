@@ -93,7 +93,8 @@ to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The sorted responses that match a search. `light`: the columns in `LIGHT` and the location of each response."""
+    """The sorted responses that match a search. `light`: the columns in `LIGHT`, and for each response its file, as an
+    index in `parts`, and its row in that file."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -103,7 +104,8 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return the columns of the responses at positions `numbers`. Raises DataError if a file is unreadable."""
+        """Return `columns` and the key of the responses at the positions `numbers` of the search result. Raises
+        DataError if a file is unreadable."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         known, names = ([name for name in columns if (name in chosen.column_names) == here] for here in (True, False))
@@ -200,8 +202,8 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the columns in `LIGHT`, the location of each response and the column `change`. `parts`: the path, the
-    modification time in nanoseconds and the size of each file. They let the cache recognize unchanged files."""
+    """Return the columns in `LIGHT` of all responses, the column `change`, and each response's file and row in it.
+    `parts`: the path of each file, with its modification time in nanoseconds and its size as further cache keys."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):
@@ -262,7 +264,7 @@ def _translate_errors(path: Path) -> Iterator[None]:
 
 
 def load_decoder(run_json: Path) -> Decode | None:
-    """Return the decoder of the tokenizer that the run's record names, or None if its `tokenizer.json` is missing."""
+    """Return the decoder of the tokenizer named in the run's `run.json`, or None if its `tokenizer.json` is missing."""
     try:
         stages = json.loads(run_json.read_text(encoding="utf-8"))["stages"]
         file = Path(next(stage["path"] for stage in stages if stage["name"] == "tokenizer")) / "tokenizer.json"

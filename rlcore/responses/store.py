@@ -101,7 +101,8 @@ class ResponseWriter:
         return bool(every) and step % every == 0
 
     def add(self, table: pa.Table) -> None:
-        """Collect the responses of the next training step. At 32 MiB, start to write the collected responses."""
+        """Collect the responses of the next training step. If the collected responses reach 32 MiB, start to write them
+        to a file."""
         self._tables.append(table)
         if sum(each.nbytes for each in self._tables) >= PART_BYTES:
             self.start_part()
@@ -166,7 +167,7 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Return the first and last step of a response file. Return (-1, -1) if its name contains no step. Such
-    files have the responses of validations that were requested by a command, not by training."""
+    """Return the first and last step in a response file's name, or (-1, -1) if it has none. Files without steps have
+    the responses of validations that a command requested."""
     found = _PART.fullmatch(path.name)
     return (int(found["first"] or found["last"]), int(found["last"])) if found else (-1, -1)

@@ -91,13 +91,15 @@ class _Tokens:
         self.is_sampled = _concatenate(whole, np.bool_)
 
     def packed_indices(self, cu_seqlens: np.ndarray) -> np.ndarray:
-        """Return the positions in a packed batch at which the R response tokens are predicted, Int[R]."""
+        """Return the positions Int[R] in a packed batch whose outputs predict the R response tokens of all rollouts.
+        `cu_seqlens`: the bounds of the packed sequences."""
         prompts = np.array([len(rollout.prompt.token_ids) for rollout in self.rollouts], dtype=np.int64)
         first = cu_seqlens[:-1] + prompts - 1  # the position that predicts the first response token
         return np.repeat(first - self.starts, self.lengths) + np.arange(self.lengths.sum())
 
     def reduce(self, values: np.ndarray, function: np.ufunc = np.add) -> np.ndarray:
-        """Reduce the token values of each response to one value. An empty response has the value 0."""
+        """Reduce the token values of each response to one value, their sum by default. An empty response has the value
+        0."""
         found = np.zeros(len(self.lengths), dtype=np.float64)
         full = self.lengths > 0
         if full.any():

@@ -27,7 +27,8 @@ def without_scorer(ground_truth_json: str) -> str:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score | float:
-    """Score a response with the scorer that the ground truth names. This name is not passed to the scorer."""
+    """Score a response with the scorer named in the ground truth. The scorer gets the ground truth without this
+    name."""
     truth = dict(ground_truth)
     if SCORER_KEY not in truth:
         raise ValueError("data.scorer: must be set, since none is known for the row's data_source")

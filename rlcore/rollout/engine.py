@@ -30,9 +30,10 @@ _ENVIRONMENT_INDEX = 2**32 - 1  # sample index in the random seed of an environm
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest(FastPickle):
-    """A request for one response, whose randomness comes from `seed` alone. `max_tokens`: a limit below the run's
-    limit, or 0. `environment_seed`: the same for all responses to a prompt. `group`: the index of the prompt in the
-    step, or -1 for a response that must not be cut (`TailCut`)."""
+    """A request for one response, whose randomness comes from `seed` alone. `max_tokens`: a limit on
+    response tokens that is lower than the run's, or 0 for the run's limit. `environment_seed`: the same for all
+    responses to a prompt. `group`: the index of the prompt in the step, or -1 for a response that must not be cut
+    (`TailCut`)."""
 
     prompt: Prompt
     sample_index: int
@@ -42,7 +43,8 @@ class SamplingRequest(FastPickle):
     group: int = -1
 
     def limit(self, max_response_tokens: int) -> int:
-        """Return the maximum length of the response in tokens."""
+        """Return the maximum length of the response in tokens: the run's `max_response_tokens`, or `max_tokens` if
+        that is lower and not 0."""
         return min(self.max_tokens or max_response_tokens, max_response_tokens)
 
 
@@ -118,7 +120,7 @@ class TailCut:
         self.bound = longest  # length in tokens at which unfinished responses end. It never rises
 
     def end(self, group: int, sample_index: int, length: int) -> None:
-        """Record the length of a finished response. A repeated call is harmless."""
+        """Record the length of a finished response in tokens. A second call with the same arguments has no effect."""
         self._ended[group][sample_index] = length
 
     def agree(self, *, busy: bool = True) -> bool:
@@ -155,7 +157,8 @@ class Carried:
 
     @classmethod
     def of(cls, rollout: Rollout, seed: int, length: int) -> "Carried":
-        """Store the first `length` tokens of a response, which were sampled with `seed`."""
+        """Return the first `length` tokens of a response for continuation. `seed`: the seed of these tokens, from which
+        the seed of the next tokens is derived."""
         is_cut = rollout.is_cut or len(rollout.response_ids) > length
         ids, logprobs = rollout.response_ids[:length].astype("<i4"), rollout.behavior_logprobs[:length].astype("<f4")
         reason: FinishReason = "length" if is_cut else rollout.finish_reason
@@ -175,7 +178,7 @@ class Carried:
         return Rollout(*given, is_cut=self.is_cut, num_stale=len(logprobs))
 
     def request(self, max_response_tokens: int) -> SamplingRequest:
-        """Return the request that continues the response."""
+        """Return the request for the remaining tokens. Its prompt is the original prompt with the stored tokens."""
         ids = self.ids.tolist()
         prompt = replace(self.prompt, token_ids=(*self.prompt.token_ids, *ids))
         return SamplingRequest(prompt, self.sample_index, self.seed, max_response_tokens - len(ids))
@@ -219,7 +222,7 @@ class GroupsInProgress:
         self._missing = Counter(place // size for place in self._places)
 
     def finished(self) -> list[tuple[int, Rollout]]:
-        """Return the responses of finished carried groups, with their positions in the step."""
+        """Return each response of those carried groups that are already finished, with its position in the step."""
         groups = [group for group in range(self._num_carried) if group not in self._missing]
         return [pair for group in groups for pair in self._responses(group)]
 
@@ -241,9 +244,9 @@ class GroupsInProgress:
         return self._responses(group) if self._missing[group] == 0 else []
 
     def settle(self, count: int) -> tuple[dict[int, Rollout], tuple[Carried, ...], int]:
-        """Choose the `count` shortest new groups for training. Cut the other new groups to the length of the longest
-        chosen group. Return the responses to train on by their position in the step, the cut responses, and that
-        length."""
+        """Choose the `count` shortest new groups for training. Cut the responses of the other new groups to the length
+        of the longest chosen group. Return the responses to train on by their position in the step, the cut responses,
+        and that length. The groups carried from the previous step are trained on too."""
         groups = [self._responses(group) for group in range(len(self._rollouts) // self._size)]
         old, new = groups[: self._num_carried], groups[self._num_carried :]
         chosen, length = first_finished([[rollout for _, rollout in group] for group in new], count)
@@ -300,7 +303,7 @@ class NoEngine(RolloutEngine):
     policy_version = -1
 
     def stream(self, *_: Any, **__: Any) -> Iterator[tuple[int, Rollout]]:
-        """Raise EngineError."""
+        """Raise EngineError, because these workers generate no responses."""
         raise EngineError("rollout.engine: is none, so these workers generate no responses")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
@@ -314,7 +317,8 @@ class NoEngine(RolloutEngine):
 def require_all_weights(
     weights: Iterable[tuple[str, Tensor]], expected: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a sync. Raises EngineError if a name is unknown or a tensor is missing."""
+    """Yield the weights of a weight sync unchanged. Raises EngineError if a name is not in `expected`, or if one of the
+    expected tensors is missing at the end."""
     missing = set(expected)
     for name, tensor in weights:
         if name not in expected:
@@ -326,5 +330,6 @@ def require_all_weights(
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
-    """Return the number type that `rollout.dtype` names. For `auto`, this is the trainer's type `computing`."""
+    """Return the number type of the engine's weights, from `rollout.dtype`. For `auto`, return the trainer's type
+    `computing`."""
     return {"auto": computing, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.dtype]

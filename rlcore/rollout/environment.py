@@ -1,6 +1,7 @@
 """Environments, and the calls that play their episodes in the processes of the scoring pool. Each turn has a deadline,
 and a process that hangs or dies is replaced. Another process then creates the environment again and repeats the earlier
-turns. Replies must therefore depend only on the row and the texts. This module does not load torch."""
+turns. Replies must therefore depend only on the prompt's row, its seed and the model's texts. This module does not load
+torch."""
 
 import asyncio
 import contextlib
@@ -33,7 +34,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The reply of an environment to one turn of the model. `reply`: the text that the model reads next. `reward`: a
-    part of the episode's score. `parts`: named metrics of the episode. Values of later turns replace earlier values."""
+    number that is added to the episode's score. `parts`: metrics of the episode by name, where values of later turns
+    replace those of earlier turns."""
 
     reply: str = ""
     done: bool = False
@@ -54,13 +56,14 @@ class Environment(Protocol):
         becomes `own_seed`."""
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
-        """Reply to the model's text of one turn."""
+        """Return the environment's reply and reward for one turn. `text`: the text that the model wrote in this
+        turn."""
 
 
 @dataclass(slots=True)
 class Episode:
     """The state of an episode. `texts[i]` is the model's text in turn i. `replies[0]` opens the episode, and
-    `replies[i]` answers `texts[i - 1]`. `truth`: JSON with the name of the environment, the arguments of its class
+    `replies[i]` follows `texts[i - 1]`. `truth`: JSON with the name of the environment, the arguments of its class
     (`options`) and the `row`. `max_kept`: the maximum number of environments that a process stores between turns. An
     environment that is not stored is created again and repeats its turns."""
 
@@ -73,7 +76,8 @@ class Episode:
 
     @classmethod
     def start(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int, *, max_kept: int = 1) -> "Episode":
-        """Return an episode of `data.environment` before the first turn. Its row is the ground truth with `seed`."""
+        """Return a new episode of `data.environment` without any turn. Its row is the ground truth, with `seed` as the
+        key `seed`."""
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
         own = {OWN_SEED: row["seed"]} if "seed" in row else {}
@@ -88,7 +92,7 @@ class Episode:
         return cls(name, json.dumps(asked), limit, max_kept=max_kept)
 
     def to_json(self) -> str:
-        """Return the state as JSON, which is the input of `play`."""
+        """Return the state without `truth` as JSON, which `play` takes as its `response`."""
         names = ("name", "max_characters", "texts", "replies", "max_kept")
         return json.dumps({name: getattr(self, name) for name in names})
 
@@ -100,7 +104,8 @@ def turn_from_score(score: Score) -> Turn:
 
 
 def is_repeatable(kind: type[Environment]) -> bool:
-    """Return whether replies depend only on the row, its seed and the model's texts."""
+    """Return whether an environment class gives equal replies for equal rows, seeds and model texts. A class that does
+    not has `repeatable = False`."""
     return bool(getattr(kind, "repeatable", True))
 
 
@@ -187,8 +192,9 @@ def await_value(value: T | Awaitable[T]) -> T:
 
 
 class TurnTokens:
-    """An encoder of an environment's messages. With `chat`, it renders messages by the chat template, otherwise as
-    plain text. Raises ConfigError if the template cannot render later turns, or drops or changes earlier turns."""
+    """An encoder of an environment's messages to tokens. With `chat`, messages are rendered by the chat template,
+    otherwise as plain text. Raises ConfigError if the template cannot render later turns, or drops or changes earlier
+    turns."""
 
     def __init__(
         self,

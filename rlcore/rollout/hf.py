@@ -39,8 +39,8 @@ COMPACT_BELOW = 0.75  # share of unfinished rows below which the batch is rebuil
 
 @dataclass(slots=True)
 class _Response:
-    """A response in progress. At `limit` tokens it is finished. At `cut_at` tokens it is cut, and the next step
-    continues it (`TailCut`)."""
+    """A response in progress. At `limit` tokens it is finished. At `cut_at` tokens it is cut, and the next training
+    step continues it (`TailCut`)."""
 
     limit: int
     cut_at: int
@@ -58,7 +58,7 @@ class _Response:
 
 
 class HfEngine(RolloutEngine):
-    """A `RolloutEngine` with transformers, on any torch device."""
+    """A `RolloutEngine` that generates with transformers on any torch device."""
 
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._policy = policy.eval().requires_grad_(False)
@@ -93,8 +93,8 @@ class HfEngine(RolloutEngine):
             start += len(batch)
 
     def _reduce_batch_size(self, number: int, refused: OutOfMemory) -> None:
-        """Halve the batch size after a batch of `number` responses exceeded the device memory. The responses do not
-        change, because each has a separate seed. Raises DeviceMemoryError for a single response."""
+        """Halve the batch size after a batch of `number` responses exceeded the device memory. This does not change the
+        responses, because each has a separate seed. Raises DeviceMemoryError if `number` is 1."""
         if number == 1:
             raise DeviceMemoryError(
                 f"generation ran out of memory with a single response ({refused.message}). Shorten "
@@ -146,7 +146,8 @@ class HfEngine(RolloutEngine):
         return [self._rollout(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _append(self, answers: list[_Response], live: np.ndarray, tokens: Tensor, logprobs: Tensor) -> np.ndarray:
-        """Add a token to each unfinished response. Return the mask of rows that continue."""
+        """Append each row's new token to its response, unless the response has ended. Return the mask of rows whose
+        responses need more tokens."""
         going = np.ones(len(live), dtype=bool)
         for row, (request, token, logprob) in enumerate(
             zip(live.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
@@ -173,7 +174,8 @@ class HfEngine(RolloutEngine):
 
 
 def _agree(cut: TailCut, requests: Requests, answers: Sequence[_Response]) -> None:
-    """Exchange the lengths of finished responses with the other ranks, and lower the limits of unfinished responses."""
+    """Exchange the lengths of finished responses with the other ranks. Set `cut_at` of the responses that may be cut to
+    the resulting `TailCut.bound`."""
     for request, answer in zip(requests, answers, strict=True):
         if answer.is_finished:
             cut.end(request.group, request.sample_index, len(answer.token_ids))
@@ -186,8 +188,8 @@ def _agree(cut: TailCut, requests: Requests, answers: Sequence[_Response]) -> No
 def sample(
     logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"], sampling: SamplingConfig
 ) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
-    """Draw a token for each row by inverting the distribution function, or take the likeliest at temperature 0. As in
-    the trainer, the returned log-probabilities include the temperature but not top-p."""
+    """Draw a token for each row by inverting the distribution function, or take the likeliest token at temperature 0.
+    Return the tokens and, as in the trainer, their log-probabilities with temperature but without top-p."""
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)
         return tokens, torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0]
@@ -216,7 +218,8 @@ def _uniforms(requests: Requests, count: int) -> np.ndarray:
 
 
 def build_engine(config: RunConfig, model_directory: str, *, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
-    """Return the configured engine without weights. Raises EngineError if vLLM is missing or cannot run this model."""
+    """Create the engine that `rollout.engine` selects. The engine needs a weight sync before it can generate. Raises
+    EngineError if vLLM is selected but missing, or cannot run this model."""
     if config.rollout.engine == "none":
         return NoEngine()
     end_of_text = end_of_text_ids(model_directory)

@@ -1,6 +1,6 @@
-"""Scoring in separate processes, so that model output cannot block a run. Each process scores one response at a time
-within a deadline. A timeout kills and replaces the process. The response then gets a failure (`Score.failure`), as it
-does if the scorer raises an exception. `submit` does not block, so scoring and generation run concurrently."""
+"""Scoring in separate processes, so that model output cannot block a run. Each process scores one response at a time.
+If this exceeds the deadline, the pool kills the process and starts another one. After a timeout or an exception of the
+scorer, `Score.failure` contains the reason. `submit` does not block, so scoring and generation run concurrently."""
 
 import contextlib
 import json
@@ -52,7 +52,8 @@ class PendingResponse:
 
 
 class ScoringProcess:
-    """A scoring process and its unscored responses. The deadline applies to the first of them."""
+    """A scoring process, and the responses that it has received but not scored yet. The deadline applies to the first
+    of these responses."""
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -82,7 +83,7 @@ class ScoringProcess:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the process is ready and has no responses."""
+        """Return whether the process is ready and has no responses left to score."""
         return self.ready and not self.responses
 
     @property
@@ -95,13 +96,14 @@ class ScoringProcess:
             return False
 
     def send(self, answers: Sequence[PendingResponse]) -> None:
-        """Send responses to the process. Raises OSError if the process has ended or does not read."""
+        """Send responses to the process. Raises OSError if the process has ended or does not read from its socket."""
         self.responses.extend(answers)
         self.socket.sendall(encode_line([(answer.response, answer.ground_truth_json) for answer in answers]))
         self._set_deadline()
 
     def receive(self) -> Iterator[Any]:
-        """Wait for data and yield each complete message. Raises EOFError or OSError if the process has ended."""
+        """Wait for data from the process. Yield each complete message, which is a result or a status. Raises EOFError
+        or OSError if the process has ended."""
         read = self.socket.recv(_MAX_READ_BYTES)
         if not read:
             raise EOFError
@@ -131,7 +133,7 @@ def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
 
 
 def require_environment(name: str) -> None:
-    """Check the class named `module:Class`. Raises ConfigError if it does not exist or lacks a method."""
+    """Raise ConfigError if the class named `module:Class` does not exist or lacks `reset` or `step`."""
     _require(resolve_environment, name, "data.environment: must name a class as module:Class")
 
 
@@ -181,11 +183,12 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses without a score so far, and the reason for the last failure."""
+        """The number of responses whose scoring has failed or timed out so far, and the reason for the last failure."""
         return self.errors + self.timeouts, self._last_failure
 
     def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Future[Score]]:
-        """Start scoring and return immediately. Without processes, score all responses before the return."""
+        """Start scoring, and return a future for the score of each response. If the pool has no processes, all
+        responses are scored before this method returns."""
         answers = [PendingResponse(*pair) for pair in zip(responses, ground_truths_json, strict=True)]
         if self._thread is None:
             for answer in answers:
@@ -208,7 +211,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
-        """Do not count failures inside the `with` block. No other thread may use the pool during the block."""
+        """Leave failures inside the `with` block out of `errors`, `timeouts` and `unscored`. No other thread may use
+        the pool during the block."""
         before = self.errors, self.timeouts, self._last_failure
         try:
             yield
@@ -323,9 +327,9 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Replace a process that has ended. Its current response is tried once more, because the process may have been
-        killed. If the next process also ends, the response counts as an error. A process first scores an empty
-        response. If the next process ends in this first call, later processes omit the first call instead."""
+        """Replace a process that has ended. Another process scores the current response again, since the first may have
+        been killed from outside. If the second process also ends, the response counts as an error. But if the second
+        process ended in its first call, on an empty response, later processes skip this call."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

@@ -91,7 +91,7 @@ def describe(error: BaseException) -> str:
 def serve(
     connection: socket.socket, scorer: Scorer, deadline_s: float, *, first_call: bool, weights: Mapping[str, float]
 ) -> None:
-    """Score the responses that arrive, until the pool closes the connection."""
+    """Score the responses that arrive over `connection`, until the pool closes it."""
     warm: set[object] = set()
 
     def renew_deadline() -> None:

@@ -46,7 +46,7 @@ class Tools:
         self._texts: list[str] = []
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Store the row's ground truth for the score."""
+        """Store the row's ground truth, with which `step` scores the episode."""
         truth = {name: value for name, value in row.items() if name not in ("seed", OWN_SEED)}
         self._truth = json.dumps({**truth, **({"seed": row[OWN_SEED]} if OWN_SEED in row else {})})
 

@@ -1,4 +1,5 @@
-"""The initial policy, its tokenizer, and the folder and settings of the warm start. This module imports no torch."""
+"""The initial policy, its tokenizer, and the folder and settings of the warm start, which is the supervised training
+that creates the initial policy. This module imports no torch."""
 
 import math
 import shutil
@@ -37,7 +38,7 @@ MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model",
 
 REWARD = "sft/reward"
 METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
-"""The metrics of a warm start. The model's manifest has them without the prefix `sft/`."""
+"""The metrics of a warm start. In the model's manifest, their names lack the prefix `sft/`."""
 SHOWN = ("reward", "held_out_loss")  # the metrics in the display line of a warm start
 REFERENCE = "reference"
 """The subfolder of a warm start's folder that stores the reference log-probabilities of preference pairs."""
@@ -197,7 +198,8 @@ def digests_in(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The initial policy, its metrics and its number of supervised steps. `cached`: whether it already existed."""
+    """The initial policy, its metrics and its number of supervised steps. `cached`: whether the model already existed
+    when it was requested."""
 
     directory: Path
     cached: bool
@@ -229,7 +231,8 @@ def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy 
 
 
 def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
-    """Remove checkpoints that a killed warm start left after it published its model. Skip a locked folder."""
+    """Remove checkpoints that a killed warm start left after it published its model. Do nothing if another process has
+    locked the warm start's folder."""
     stage = stage_layout(config, inputs.filtered_directory)
     if not config.warm_start.enabled or not any(folder.is_dir() for folder in _temporary_folders(stage)):
         return

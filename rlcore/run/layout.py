@@ -122,7 +122,8 @@ class RunInputs:
         return all(file.is_file() for file in self.train_parquets)
 
     def for_suite(self, name: str) -> "RunInputs":
-        """Return these inputs with the rows of a suite. Raises DataError if the suite's rows do not exist yet."""
+        """Return these inputs with the rows of a suite instead of the run's own rows. Raises DataError if the suite's
+        rows do not exist yet."""
         if name not in self.suites:
             raise DataError(
                 f"validation.suites: the rows of {name} are not made; start the run again, which makes them"

@@ -189,7 +189,8 @@ def row_digests(filtered: Path) -> list[str]:
 
 
 def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
-    """Return the entries of a table's manifest. `rows_by_passes` lists the number of rows for each pass count."""
+    """Return the entries of a table's manifest. `rows_by_passes` lists the number of rows for each pass count.
+    `samples`: the number of responses sampled for each row."""
     passes = table.column("passes").to_numpy()
     counts = PassCounts.of(passes, table.column("samples").to_numpy())
     return {

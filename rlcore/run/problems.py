@@ -27,7 +27,8 @@ from rlcore.workers.group import WorkerGroup
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutProblems:
-    """The held-out prompts of a run or a suite, and a decoder of responses. `suite`: the suite's fingerprint, or ''."""
+    """The held-out prompts of a run or a suite, and a decoder of responses. `suite`: the suite's fingerprint, or '' for
+    the run's own prompts."""
 
     config: RunConfig
     validation: tuple[Prompt, ...]
@@ -99,8 +100,8 @@ class Problems(HeldOutProblems):
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows of a run. Raises DataError if the rows' data sources do not fit the settings of the
-        mixture, the suites or the teachers."""
+        """Read the filtered rows of a run. Raises DataError if a suite and a data source have the same name, or if a
+        teacher's data source has no training rows. It is also raised if a weight of the mixture is too small."""
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
         if clash := [suite.name for suite in config.validation.suites if suite.name in own]:

@@ -112,12 +112,13 @@ class Session:
             self._record.finish(failed=self._has_failed, is_over=is_over)
 
     def warm_start(self) -> Mapping[str, object]:
-        """Create the initial policy if needed. See `WarmStart.make`."""
+        """Create the initial policy if it does not exist yet. Return the fields of `InitialPolicy`."""
         result = self._warm_start.make()
         return {**asdict(result), "directory": str(result.directory)}
 
     def measure_pass_rates(self) -> Mapping[str, object]:
-        """Measure the pass rates if needed. The initial policy must exist. See `PassRateMeasurement.make`."""
+        """Measure the pass rates of the initial policy unless they are already stored. The initial policy must exist.
+        Return the folder of the table."""
         workers = self._workers
         measurement = PassRateMeasurement(
             self._config, self._inputs, self._guard, workers.training_prompts, workers.training_responses
@@ -295,7 +296,8 @@ def _error(command: str, error: Exception) -> Mapping[str, object]:
 
 
 def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = False) -> int:
-    """Serve a run until it ends, and return the exit code. `is_locked`: whether the run's lock was inherited."""
+    """Execute the commands from `channel` for a run, and return the exit code. `is_locked`: whether this process has
+    inherited the run's lock."""
     report = channel.send
 
     def send_error(command: str, error: MillraceError) -> None:

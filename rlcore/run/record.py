@@ -67,8 +67,8 @@ class RunRecord:
 
     def restore(self, step: int, journal_bytes: int) -> None:
         """Abandon the current save, and remove all journal lines and responses after `step`. Rename intact checkpoints
-        of later steps. If `step` is 0, also rename validation results and exported models. For other steps, these
-        results and models stay, because the repeated steps reproduce them."""
+        of later steps. If `step` is 0, also rename validation results and exported models. If `step` is larger, they
+        stay, because training repeats the later steps and reproduces them."""
         self.saves.abandon()
         self.store.set_aside_later(step)
         self.answers.truncate(step)
@@ -88,7 +88,8 @@ class RunRecord:
         self.report({"event": name, "step": step, **data})
 
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
-        """Return the state with the score of a validation, or the same state if the score is not a new best score."""
+        """Return the state with a validation's score as its best score, or the unchanged state if the score is missing
+        or not higher."""
         score = result.metrics().get(HELD_OUT_REWARD)
         if score is None or score <= state.best_metric:
             return state
@@ -123,7 +124,7 @@ class Pace:
     WINDOW_STEPS = 20
 
     def __init__(self, *, is_warm: bool) -> None:
-        """Start the measurement. `is_warm`: whether this process has already finished a step."""
+        """Start measuring the seconds per step. `is_warm`: whether this process has already finished a step."""
         self._ends: deque[float] = deque([time.monotonic()] if is_warm else [], maxlen=self.WINDOW_STEPS + 1)
 
     def tick(self) -> None:
@@ -154,7 +155,7 @@ class RunEvents:
         self.num_failures = 0  # the number of failures after which the run was resumed
 
     def progress(self, result: StepResult, to_step: int, pace: Pace) -> None:
-        """Report the end of a step."""
+        """Report a finished step to the flow, with its main metrics and the expected remaining time."""
         step = result.state.step
         self._report(
             {
@@ -205,7 +206,8 @@ class RunEvents:
         self._record.record_event("scorer_failed", step, {"num_answers": num_responses, "reason": reason, "text": text})
 
     def shortages(self, step: int, shortages: Sequence[OomRetry], micro_batch_tokens: int) -> None:
-        """Record the forward and backward passes that were repeated because they ran out of memory."""
+        """Record the passes that ran out of memory and were repeated in more micro-batches. `micro_batch_tokens`: the
+        configured maximum number of tokens in a micro-batch."""
         for shortage in shortages:
             data = {
                 "max_tokens_per_micro_batch": max(1, micro_batch_tokens // shortage.factor),

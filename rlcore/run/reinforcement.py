@@ -51,7 +51,8 @@ class RunWorkers(TrainingWorkers):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses without a score, and the last error of the scorer or the environment."""
+        """The number of responses that could not be scored so far, and the last error of the scorer or the
+        environment."""
         return self.start()._sampler.unscored
 
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:

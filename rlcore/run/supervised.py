@@ -137,7 +137,8 @@ class SupervisedWorkers(TrainingWorkers):
         """Do nothing, because the engines receive the weights immediately before sampling."""
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the held-out loss. Add the sampled reward if `warm_start.stop_at_reward` is set."""
+        """Return the metrics on held-out demonstrations. After step 0, add the mean reward of sampled responses if
+        `warm_start.stop_at_reward` is set."""
         self.start()
         with self._guard.phase("testing"):
             metrics = self._trainer.held_out(self._demonstrations.held_out)
@@ -251,7 +252,7 @@ class WarmStart:
         return WarmStart(config, self._inputs, self._guard, self._run_id).make()
 
     def close(self, *, failed: bool, is_over: bool = False) -> None:
-        """End the workers and release the lock of the folder."""
+        """End the workers and release the lock of the folder. `failed`, `is_over`: see `RunRecord.finish`."""
         training, self.training = self.training, None
         with self._open:
             if training is not None:

@@ -1,4 +1,4 @@
-"""The training loop and its ranks. A chunk is the training from one checkpoint to the next."""
+"""The training loop, and the worker ranks that it controls. A chunk is the training from one checkpoint to the next."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,11 +68,13 @@ class TrainingWorkers:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses without a score, and the last error. Supervised training has no such responses."""
+        """The number of responses that could not be scored so far, and the last error. Supervised training counts
+        none."""
         return 0, ""
 
     def gpu_uses(self) -> list[GpuUse]:
-        """Return the GPU use of each rank since its start, or an empty list on a CPU."""
+        """Return the seconds for which each rank has used its GPU since its start. Return an empty list on a CPU or
+        before the start."""
         if not self._is_started or self.found.get("device_name") == "CPU":
             return []
         return [use for use in self.group.each(Worker.gpu_use) if use is not None]
@@ -104,7 +106,8 @@ class TrainingWorkers:
             self._report({"event": "note", "text": weight_sync.warning})
 
     def export(self, target: Path, phase: str, *, facts: Mapping[str, JsonValue]) -> None:
-        """Write the workers' weights in the transformers format. See `export_transformers`."""
+        """Write the workers' weights to `target` in the transformers format. `phase`: the phase whose deadline applies.
+        `facts`: entries for the manifest."""
         group, lora = self.start().group, self._config.model.lora
         with self._guard.phase(phase):
             weights, adapters = group.each(Worker.full_weights)[0], group.each(Worker.adapters)[0]
@@ -234,7 +237,8 @@ class Training:
         return f"stopped after step {self._state.step}, which is saved; start again to resume"
 
     def _begin(self) -> LoopState:
-        """Return the state in memory if the workers hold its weights, otherwise the state of the newest checkpoint."""
+        """Return the training state in memory if the workers hold its weights. Otherwise, load the newest checkpoint,
+        or the initial policy if there is none, and return its state."""
         self.workers.start()
         if self._state is not None and self.workers.holds == name_of(self._state.step):
             return self._state  # possibly ahead of its newest checkpoint
@@ -342,7 +346,8 @@ class Training:
         self._saved_step = state.step
 
     def _save_before(self, state: LoopState) -> None:
-        """Save the last finished step before the training stops. The workers must still hold this step's weights."""
+        """Save `state`, the state after the last finished step, before the training stops. The workers must still hold
+        this step's weights."""
         self.workers.holds = name_of(state.step)
         if self._saved_step != state.step:
             self._begin_save(state)

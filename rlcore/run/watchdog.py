@@ -1,5 +1,6 @@
-"""A watchdog that ends a run if a phase or a stop takes too long, and records failures. If C code holds the interpreter
-lock, a timer of `faulthandler` writes the stacks and ends the process."""
+"""A watchdog that records a run's failures, and ends the run if a phase or a stop takes too long. If C code holds the
+interpreter lock, the watchdog's thread cannot run. A timer of `faulthandler` then writes the stacks and ends the
+process."""
 
 import _thread
 import faulthandler
@@ -332,7 +333,8 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
-    """Call `do` in a thread and wait at most `seconds`. Signal handlers may call this, since it avoids `threading`."""
+    """Call `do` in another thread and wait at most `seconds`. Signal handlers may call this function, since it starts
+    the thread with `_thread` and does not use the locks of `threading`."""
     is_done = _thread.allocate_lock()
     is_done.acquire()
 

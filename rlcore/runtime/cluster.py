@@ -30,18 +30,19 @@ SENT_BYTES_PER_TOKEN = 100  # bytes that a step sends per token, for the referen
 
 
 def private_folder() -> Path:
-    """Return the folder of this user's clusters and token, with a path short enough for sockets."""
+    """Return the folder of this user's Ray clusters and authentication token. Its path is short, because Ray's sockets
+    are in it and the paths of sockets are limited."""
     return Path(tempfile.gettempdir()) / f"ray-{os.geteuid()}"
 
 
 def ray_folder() -> Path:
-    """Return the folder of sockets, logs and spilled objects. Its mode is 0777, and its parent's mode is 0700."""
+    """Return the folder of Ray's sockets, logs and spilled objects. Its mode is 0777, and its parent's mode is 0700."""
     return private_folder() / "ray"
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the size of a private object store. It is the size of the largest batch, limited by the free shared memory
-    and 30% of the host's memory, but at least `LEAST_STORE_BYTES`."""
+    """Return the bytes of a private cluster's object store. They are the size of the largest batch, limited by the free
+    shared memory and 30% of the host's memory, but at least `LEAST_STORE_BYTES`."""
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
     most = min(free, psutil.virtual_memory().total * 3 // 10)
@@ -49,7 +50,8 @@ def store_bytes(config: RunConfig) -> int:
 
 
 def spilled_bytes(config: RunConfig) -> int:
-    """Return the bytes that the largest batch may spill to the cluster's folder."""
+    """Return an estimate of the bytes that Ray writes to the cluster's folder if the largest batch exceeds the object
+    store."""
     return max(LEAST_STORE_BYTES, _sent_bytes(config) - store_bytes(config))
 
 
@@ -111,8 +113,9 @@ def loopback_environment() -> Mapping[str, str]:
 
 
 def restrict_ray(ray_address: str | None) -> None:
-    """Restrict this process and its local cluster to loopback and this user's token. Other clusters are unchanged.
-    Raises ConfigError if Ray cannot use the folder, or if Ray is already imported and has read its environment."""
+    """Make Ray in this process listen only on loopback and require this user's token. Do nothing if `ray_address` names
+    a cluster that `millrace up --ray` has not started. Raises ConfigError if Ray cannot use its folder, or if Ray was
+    imported before with another environment."""
     if ray_address is not None and address_of(ray_address) != own_head():
         return
     wanted = loopback_environment()
@@ -166,7 +169,8 @@ def remove_dead_sessions() -> None:
 
 
 def _is_alive(session: Path) -> bool:
-    """Return whether a node of the cluster accepts connections. Process ids are not valid across containers."""
+    """Return whether a node of the cluster accepts connections on its socket. Process ids are not checked, because they
+    are not valid across containers."""
     for path in (session / "sockets").glob("raylet*"):
         with socket.socket(socket.AF_UNIX) as client:
             try:

@@ -50,7 +50,7 @@ class Environment:
         return {"python": self.python, **self.packages}
 
     def has(self, package: str) -> bool:
-        """Return whether a package or its build for CPUs is installed."""
+        """Return whether a package or its CPU build `<package>-cpu` is installed."""
         return not {package, f"{package}-cpu"}.isdisjoint(self.packages)
 
 
@@ -84,7 +84,7 @@ def _code_digest() -> str:
 
 @cache
 def this_environment(names: tuple[str, ...] = PACKAGES) -> Environment:
-    """Return the environment of this process."""
+    """Return the environment of this process, with the versions of the packages `names`."""
     packages: dict[str, str] = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -134,8 +134,9 @@ def _install(program: str) -> str:
 
 
 def run_versions(python: str | None) -> dict[str, str]:
-    """Return the versions of Python and the packages in the trainer's environment. A different version in this process
-    is added with the prefix `flow.`. A package that only this process has is added without a prefix."""
+    """Return the versions of Python and the packages in the trainer's environment. If this process has another version
+    of one, that version is added with the prefix `flow.`. A package that only this process has is added without a
+    prefix."""
     own = this_environment().versions
     trainer = own if python is None else trainer_environment(python).versions
     differ = {name: version for name, version in own.items() if trainer.get(name) != version}

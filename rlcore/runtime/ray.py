@@ -52,8 +52,8 @@ class RankProcess(Worker):
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
-        """Yield the pickled items of a generator method. They are pickled here, because Ray's pickling takes three
-        times as long."""
+        """Call the generator method `verb` with the pickled `arguments`, and yield its items pickled. Ray's own
+        pickling takes three times as long."""
         for item in getattr(self, verb)(*pickle.loads(arguments)):
             yield pickle.dumps(item)
 
@@ -136,7 +136,8 @@ class RayGroup:
                 take(streams[stream], pickle.loads(self.get([reference])[0]))
 
     def get(self, references: list[Any]) -> list[Any]:
-        """Return all results. Raises a `MillraceError` if a rank raised one, was lost, or did not answer in time."""
+        """Return the results of the remote calls `references`. Raises a `MillraceError` if a rank raised one, was lost,
+        or did not finish in time."""
         try:
             return ray.get(references, timeout=self.deadline_s)
         except GetTimeoutError as error:

@@ -1,1 +1,2 @@
-"""Storage of files that are complete or absent: published directories, locks and disk space. It imports no torch."""
+"""Locks, small files, checks of disk space, and directories that appear only when they are complete. This package
+imports no torch."""

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 BYTES_PER_GB = 1e9
 BYTES_PER_TRAINED_PARAMETER = 4 + 8
 CHECKPOINT_SLACK_BYTES = 4 * 2**20
-"""The bytes of a checkpoint's headers, index, trainer state and manifest."""
+"""The estimated bytes of a checkpoint's headers, index, trainer state and manifest."""
 CHECKPOINT_SLACK_SHARE = 0.01
-"""The share that partly filled blocks of the file system add to the size of a checkpoint."""
+"""The share of a checkpoint's tensor bytes that is added for partly filled blocks of the file system."""
 NO_FILES = "that file system can hold no further file, whatever its free bytes: its inodes are used up (df -i)"
 NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
@@ -147,7 +147,8 @@ class RoomReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics `disk/free_gb` and `disk/needed_gb`, in GB of 1e9 bytes. The needed space includes a reserve."""
+        """The metrics `disk/free_gb` and `disk/needed_gb`, in GB of 1e9 bytes. The needed space includes
+        `reserve_bytes`."""
         return {
             "disk/free_gb": self.free_bytes / BYTES_PER_GB,
             "disk/needed_gb": (self.needed_bytes + self.reserve_bytes) / BYTES_PER_GB,

@@ -22,15 +22,16 @@ from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
 
 POLL_S = 0.1
 BIRTH_TOLERANCE_S = 2.0
-"""The allowed difference in seconds between two start times that psutil computes for one process."""
+"""The difference in seconds below which two start times from psutil count as equal. psutil's value for one process can
+vary."""
 MAX_COMMAND_CHARS = 300
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RUN_LOCK = "run.lock"
 
 
 class FileLock:
-    """One lock by `flock` on one file. A release does not delete the file. Otherwise, one process could hold a lock on
-    the deleted file while another process locks a new file at the same path.
+    """A lock by `flock` on a file. A release does not delete the file. After a deletion, one process could hold a lock
+    on the deleted file while another process locks a new file at the same path.
 
     A forked child closes its copy of the descriptor immediately. A child started by exec gets no copy."""
 
@@ -75,7 +76,8 @@ class FileLock:
         os.pwrite(self._descriptor, content, 0)
 
     def release(self, *, everywhere: bool = False) -> None:
-        """Release the lock. A child process that has inherited the lock keeps it, unless `everywhere` is true."""
+        """Release the lock. A child process that has inherited the file descriptor keeps the lock, unless `everywhere`
+        is true."""
         descriptor, self._descriptor = self._descriptor, None
         _held.discard(self)
         if descriptor is not None:
@@ -122,7 +124,8 @@ def process_of(pid: int, born: float) -> psutil.Process | None:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The holder of a lock. `since`: UTC in ISO 8601. `born`: the start time of the process (`start_time_of`)."""
+    """The process that holds a lock. `since`: when it acquired the lock, in UTC and ISO 8601. `born`: the start time of
+    the process (`start_time_of`)."""
 
     pid: int
     host: str
@@ -132,13 +135,13 @@ class Holder:
 
     @classmethod
     def me(cls) -> "Holder":
-        """Return this process as a holder."""
+        """Return a `Holder` that describes the current process."""
         command = " ".join(sys.orig_argv)[:MAX_COMMAND_CHARS]
         since = datetime.now(UTC).isoformat("T", "seconds")
         return cls(os.getpid(), socket.gethostname(), command, since, start_time_of(psutil.Process()))
 
     def process(self) -> psutil.Process | None:
-        """Return the process of the holder if the process runs on this host, otherwise None."""
+        """Return the holder's process, or None if it has ended or runs on another host."""
         return process_of(self.pid, self.born) if self.host == socket.gethostname() else None
 
     def __str__(self) -> str:
@@ -152,7 +155,8 @@ UNKNOWN_HOLDER = Holder(0, "an unknown host", "another process that has not writ
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Return the holder that a lock file names, or None if it names none. The holder may have released the lock."""
+    """Return the holder that is recorded in a lock file, or None if none is recorded. This holder may have released the
+    lock since."""
     try:
         return Holder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -160,7 +164,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Return the current holder of a lock, or None if the lock is free. This needs no permission to write."""
+    """Return the current holder of a lock, or None if the lock is free. The lock file need not be writable."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
@@ -177,9 +181,11 @@ def holder_of(path: Path) -> Holder | None:
 
 @dataclass(eq=False)
 class HeldLock(FileLock):
-    """A lock whose file names its current or last holder. Use it as a context manager. A crash releases the lock.
+    """A lock whose file records the process that holds it or held it last. Use it as a context manager. A crash
+    releases the lock.
 
-    `is_named`: whether the holder writes its name into the file. `what`: the name of the locked object in messages."""
+    `is_named`: whether this process is recorded in the file. `what`: the name of the locked object in error
+    messages."""
 
     path: Path
     _: KW_ONLY
@@ -192,11 +198,12 @@ class HeldLock(FileLock):
         super().__init__(self.path)
 
     def __enter__(self) -> Self:
-        """Acquire the lock. If it is not free, wait at most `wait_s` seconds. A `wait_s` below `POLL_S` counts as
-        `POLL_S`, because `holder_of` holds the lock for a moment.
+        """Acquire the lock. If it is not free, wait at most `wait_s` seconds, or `POLL_S` if that is longer. The
+        shortest wait exists because `holder_of` in another process takes the lock for a moment.
 
-        Raises `error` if another process holds the lock, or if the file system has no locks. Raises UnwritableError if
-        the folder cannot be written, and DiskSpaceError if the disk has no room for an empty file."""
+        Raises `error` if another process still holds the lock, or if the file system has no locks. Raises
+        UnwritableError if the folder cannot be written, and DiskSpaceError if the disk has no room for an empty
+        file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as reason:
@@ -237,7 +244,8 @@ class HeldLock(FileLock):
 
 
 class RunLock(HeldLock):
-    """The lock of a run's folder, which one command holds at a time. A trainer process can inherit the lock."""
+    """The lock of a run's folder. Only one command at a time can hold it. A trainer process can inherit it from the
+    command that starts the trainer."""
 
     def __init__(self, run_dir: Path, *, wait_s: float = 0.0, is_named: bool = True) -> None:
         super().__init__(run_dir / RUN_LOCK, what=f"run {run_dir.name}", wait_s=wait_s, is_named=is_named)

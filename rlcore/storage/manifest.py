@@ -1,6 +1,7 @@
 """The file `manifest.json` of a published directory, its verification, and the reuse of finished directories.
 
-A directory is hashed at its first use in a process, and later only after a change of sizes, times or inodes."""
+A directory's files are hashed at its first verification in a process. Later verifications hash them again only if a
+size, time or inode has changed."""
 
 import hashlib
 import json
@@ -28,17 +29,19 @@ Stamp = tuple[int, int, int, int]
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PARTS_KEY = "parts"
-"""The manifest key for the ordered names of the sibling folders that a mixture combines."""
+"""The manifest key for the names of the sibling folders that a data mixture combines, in order."""
 FINGERPRINT = "fingerprint"
-"""The manifest key for the directory's fingerprint. It was the directory's name at its publication."""
+"""The manifest key for the directory's fingerprint, which must equal the directory's name."""
 FILE_SHA256 = "file_sha256"
 """The manifest key for the SHA-256 digest of the file from which tokenized demonstrations were built."""
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
 MAX_HASH_THREADS = 8
 SETTLED_NS = 1_000_000_000
-"""The minimum age of a file whose hash is remembered. A younger file may change without a new time stamp."""
+"""The minimum age in nanoseconds at which a file's hash is remembered. A younger file can change again without a new
+time stamp."""
 DAMAGED, LEFT = "damaged", "left"
-"""The labels of renamed folders: damaged folders, and results of steps that a resumed run repeats."""
+"""The labels that `set_aside` adds to folder names: for damaged folders, and for results of steps that a resumed run
+repeats."""
 
 log = logging.getLogger(__name__)
 _hashed: dict[Path, list[Stamp]] = {}
@@ -114,8 +117,7 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERSION) -> int | None:
-    """Return the format version of a directory if it is above `known`, otherwise None. `name`: the file with the
-    version."""
+    """Return the format version that the file `name` of a directory states if it is above `known`, otherwise None."""
     try:
         version = parse_json(read_ordinary(directory / name))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -124,8 +126,8 @@ def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERS
 
 
 def verify_directory(directory: Path, *, hashes: bool = True, error: type[MillraceError] = DataError) -> Manifest:
-    """Raise `error` unless every listed file exists with the listed size. If `hashes` is true, also require the listed
-    sha256."""
+    """Return the directory's manifest. Raise `error` unless every file that it lists exists with the listed size and,
+    if `hashes` is true, with the listed SHA-256."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:
         raise error(f"{directory}: missing: {MANIFEST}, so it was never finished. Delete the folder and make it again.")
@@ -162,7 +164,7 @@ def in_threads(do: Callable[[S], R], items: Iterable[S]) -> list[R]:
 
 
 def part_directories(directory: Path) -> tuple[Path, ...]:
-    """Return the folders that a mixture combines, or only the folder itself if it is not a mixture."""
+    """Return the dataset folders that a data mixture combines, or only `directory` itself if it is not a mixture."""
     manifest = read_manifest(directory)
     names = [] if manifest is None else manifest.values.get(PARTS_KEY, [])
     return tuple(directory.parent / str(name) for name in names) or (directory,)
@@ -202,8 +204,8 @@ def read_finished_or_reason(directory: Path, *, error: type[MillraceError] = Dat
 
 
 def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Return the manifest of an intact directory, otherwise None. A damaged directory is renamed. Raises `error` for a
-    newer format, or if the renaming fails."""
+    """Return the manifest of an intact directory, otherwise None. A damaged directory is renamed (`set_aside`). Raises
+    `error` for a newer format, or if the renaming fails."""
     manifest, damage = read_finished_or_reason(directory, error=error)
     if damage:
         set_aside(directory, DAMAGED, f"{damage} It is made again now", error=error)
@@ -211,7 +213,8 @@ def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = 
 
 
 def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = DataError) -> Path:
-    """Rename a path to `<name>.<label>.<k>`, log the reason, and return the new path. Raises `error` if this fails."""
+    """Rename a path to `<name>.<label>.<k>` with the first free number k, log the reason, and return the new path.
+    Raises `error` if the renaming fails."""
     names = (path.with_name(f"{path.name}.{label}.{number}") for number in count(1))
     aside = next(name for name in names if not os.path.lexists(name))
     try:

@@ -1,4 +1,4 @@
-"""Directories that are published whole or not at all.
+"""The publication of directories, which appear under their final names only when they are complete.
 
 A directory is written under a temporary name, hashed, flushed to disk and renamed into place, with `manifest.json`."""
 
@@ -27,8 +27,8 @@ from rlcore.storage.manifest import MANIFEST, FileEntry, in_threads, manifest_te
 OWNER = ".owner.lock"
 TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 YOUNG_S = 60.0
-"""The age in seconds above which an unlocked temporary folder is stale, even if a process has the id in its name. The
-creator of a newer folder may not have locked it yet."""
+"""An unlocked temporary folder older than this many seconds is stale, even if a running process has the id in the
+folder's name. The creator of a younger folder may not have locked it yet."""
 YOUNG_FILE_S = 3_600.0
 CHECK_INTERVAL_S = 0.001
 _AT_FDCWD = -100
@@ -49,10 +49,10 @@ def published_directory(
     """Yield a temporary folder, and rename it to `target` at the end of the `with` block.
 
     A kill leaves at most a `.tmp-` folder, which `remove_stale_temporaries` removes. If another process publishes
-    `target` during the block, its directory is kept unless `replace` is true. `manifest`: values for `manifest.json`.
-    They are read after the block, so the block can change them. `at`: a function that is called with the description of
-    each stage of the publication. Raises DiskSpaceError if there is no room. Raises `error` if `target` cannot be
-    written, or if it exists and is not a finished directory."""
+    `target` during the block, the other process's directory is kept, unless `replace` is true. `manifest`: values for
+    `manifest.json`. They are read after the block, so the block can change them. `at`: a function that is called with
+    the description of each stage of the publication. Raises DiskSpaceError if there is no room. Raises `error` if
+    `target` cannot be written, or if it exists and is not a finished directory."""
     if not replace:
         _require_free_or_finished(target, error)
     temporary, owner = _make_temporary(target, error)
@@ -188,10 +188,10 @@ def _has_content(directory: Path) -> bool:
 
 @contextmanager
 def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """Yield a new file, which is flushed at the end of the block and then replaces `path` by one rename.
+    """Yield a new file, which is flushed to disk at the end of the block and then renamed to `path`.
 
-    An error leaves the old file unchanged. Raises DiskSpaceError if there is no room (its message contains
-    `needed_bytes`). Raises UnwritableError if the folder cannot be written."""
+    If an error occurs, the old file at `path` stays unchanged. Raises DiskSpaceError, whose message contains
+    `needed_bytes`, if there is no room. Raises UnwritableError if the folder cannot be written."""
     temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,19 +212,20 @@ def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[Binar
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 text with `replaced_file`."""
+    """Replace the content of a file by a UTF-8 text. The old content is kept if an error occurs (`replaced_file`)."""
     content = text.encode()
     with replaced_file(path, len(content)) as file:
         file.write(content)
 
 
 def write_json_atomically(path: Path, value: JsonValue) -> None:
-    """Write indented JSON with `write_text_atomically`. Raises ValueError if the value contains NaN or infinity."""
+    """Replace the content of a file by indented JSON, as `write_text_atomically` does. Raises ValueError if the value
+    contains NaN or infinity."""
     write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_secret_once(path: Path, secret: str) -> None:
-    """Write a file that only its owner may read. If the file already exists, it is not changed."""
+    """Write `secret` into a new file that only its owner can read. If the file already exists, do nothing."""
     with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name) as file:  # of mode 0600
         file.write(secret)
         file.flush()
@@ -253,7 +254,8 @@ def size_bytes(directory: Path) -> int:
 
 
 def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
-    """Remove the temporaries of dead processes, and return their paths. `of`: remove only temporaries of this name."""
+    """Remove the temporary files and folders (`.tmp-*`) that ended processes have left in `parent`, and return their
+    paths. `of`: remove only those that were made for this target name."""
     if not parent.is_dir():
         return ()
     prefix = ".tmp-" if of is None else f".tmp-{of}-"
@@ -265,7 +267,7 @@ def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Pa
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a temporary path is unlocked, and is either old or was made by a process that has ended."""
+    """Return whether a temporary path can be removed: it is unlocked, and it is old or its process has ended."""
     match = TEMPORARY.match(path.name)
     if match is None:
         return False

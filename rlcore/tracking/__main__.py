@@ -21,8 +21,8 @@ ORPHAN_GRACE_S = 30.0  # seconds for the last values and the status after the tr
 
 
 def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
-    """Deliver the journal repeatedly until the trainer's final status is delivered. After the trainer's process has
-    ended, retry failed deliveries for at most `ORPHAN_GRACE_S` seconds."""
+    """Deliver the journal every `every_s` seconds until the trainer's final status is delivered. If the trainer's
+    process has disappeared, stop after the next successful delivery, at the latest after `ORPHAN_GRACE_S` seconds."""
     deadline, num_failures = float("inf"), 0
     while True:
         gone = os.getppid() != parent_pid
@@ -47,7 +47,7 @@ def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) ->
 
 
 def wait_until_due(delivery: Delivery, parent_pid: int, seconds: float) -> None:
-    """Wait until the next delivery is due, or until the trainer resumes, ends or disappears."""
+    """Wait for `seconds`, the time between two deliveries, or until the trainer starts, resumes, ends or disappears."""
     until, was_gone = time.monotonic() + seconds, os.getppid() != parent_pid
     while time.monotonic() < until:
         if delivery.has_changes() or was_gone != (os.getppid() != parent_pid):
@@ -56,7 +56,7 @@ def wait_until_due(delivery: Delivery, parent_pid: int, seconds: float) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Deliver the journal of a run to MLflow while its trainer is alive."""
+    """Deliver the journal of a run to MLflow until its trainer has ended and its last values are delivered."""
     parser = argparse.ArgumentParser(prog="python -m rlcore.tracking", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")

@@ -32,7 +32,8 @@ ATTEMPTS_FILE = "attempts.jsonl"
 CLOSE_TIMEOUT_S = 30.0  # the seconds to wait for the delivery of the last values at the end of a run
 PREFIX = "tracking: "  # marks lines for the trainer's log, since MLflow's libraries write to the same stream
 DELIVERY_VARIABLE = "MILLRACE_DELIVERY"
-"""Environment variable: the path of the interpreter that delivers to MLflow, then the entries of its `PYTHONPATH`."""
+"""The environment variable with the path of the Python interpreter that delivers to MLflow, then the entries of its
+`PYTHONPATH`."""
 MAX_STARTS = 3
 REQUEST_LIMITS = {
     # The process retries by itself; a retry inside the client could create a run twice.
@@ -46,7 +47,8 @@ FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The MLflow store and experiment of a run, and the tags and settings to send there. `root`: `paths.root`."""
+    """The MLflow store and experiment of a run, and the tags and settings to send there. `root`: the absolute path of
+    the setting `paths.root`."""
 
     uri: str
     experiment: str
@@ -66,13 +68,14 @@ class Attempt:
     destination: Destination
 
     def is_lost(self) -> bool:
-        """Return whether the trainer's process has ended. For a process on another host, return False."""
+        """Return whether the attempt's trainer process has ended. Return False for a process on another host, where
+        this is unknown."""
         return self.owner.host == socket.gethostname() and self.owner.process() is None
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of an attempt at a run."""
+    """The final status of an attempt at a run, and the time of its end."""
 
     status: FinalStatus
     time: float
@@ -82,7 +85,8 @@ _LINE: TypeAdapter[Attempt | End] = TypeAdapter(Attempt | End)
 
 
 def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> Destination:
-    """Return the MLflow destination of a run."""
+    """Return the MLflow store and experiment of a run, with the settings and tags to send there. `tags` override the
+    run's `lineage_tags`."""
     root, tracking = Path(config.paths.root).absolute(), config.tracking
     tags = {**lineage_tags(config, stage="train", run_id=run_dir.name), **tags, RUN_ID_TAG: run_dir.name}
     settings = config.model_dump(mode="json")
@@ -114,7 +118,8 @@ def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
 
 
 class Companion:
-    """The trainer's handle on the process `python -m rlcore.tracking`. It does nothing if tracking is disabled."""
+    """An object with which the trainer starts and ends the process `python -m rlcore.tracking`. Its methods do nothing
+    if tracking is disabled."""
 
     def __init__(self, run_dir: Path, settings: TrackingConfig) -> None:
         self._run_dir, self._settings = run_dir, settings
@@ -122,7 +127,7 @@ class Companion:
         self._num_starts = 0
 
     def ensure_running(self) -> None:
-        """Start the delivery process, or restart it if it has failed. Never raises an error."""
+        """Start the delivery process if it is not running, at most `MAX_STARTS` times. Never raises an error."""
         if not self._settings.enabled or self._num_starts >= MAX_STARTS:
             return
         if self._process is not None:
@@ -157,8 +162,9 @@ class Companion:
                 log.log(level, "%s", line.removeprefix(PREFIX).rstrip())
 
     def finish(self, timeout_s: float | None) -> bool:
-        """Wait until everything is delivered, end the delivery process, and return whether this succeeded. If
-        `timeout_s` is None, do not wait, and let the process outlive the trainer."""
+        """Wait at most `timeout_s` until everything is delivered, then end the delivery process. Return whether
+        everything was delivered. If `timeout_s` is None, return False immediately, and let the process outlive the
+        trainer."""
         self.ensure_running()
         if timeout_s is None or not self._settings.enabled:
             return False

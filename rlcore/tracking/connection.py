@@ -1,4 +1,5 @@
-"""Functions that connect to an MLflow store, convert metric names and explain errors, and the server application."""
+"""The connection to an MLflow store, MLflow's names of metrics, explanations of its errors, and its server
+application."""
 
 import logging
 import os
@@ -39,7 +40,8 @@ CLIENT_ENVIRONMENT = {
 
 
 def resolve_uri(config: TrackingConfig, root: Path) -> str:
-    """Return the absolute tracking URI. A relative sqlite path is resolved against the working directory."""
+    """Return the MLflow tracking URI: `tracking.uri`, or by default a sqlite file in `root`. A relative sqlite path is
+    resolved against the working directory."""
     if config.uri is None:
         return sqlite_address(root.absolute() / "mlflow.db")
     if config.uri.startswith(SQLITE):
@@ -109,7 +111,7 @@ _EXPLANATIONS = {
     "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root",
     "": "{kind}: {text:.300}",
 }
-"""The explanation of each MLflow error, by a pattern of the error's text."""
+"""The explanations of MLflow's errors. The first key (a regular expression) that matches the error's text is used."""
 
 
 def explain_error(error: BaseException, uri: str) -> str:
@@ -143,7 +145,8 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values with valid names, by MLflow name. One invalid name would make MLflow reject a whole request."""
+    """Return the values whose names MLflow accepts, by their MLflow names. One invalid name would make MLflow reject a
+    whole request."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 

@@ -1,5 +1,5 @@
 """The delivery of a run's journal to MLflow. The file `tracking.json` records how many bytes were delivered. After a
-kill, some metrics may be sent twice. MLflow stores them once, since their time stamps come from the journal. After a
+kill, some metrics can be sent twice. MLflow stores them once, since their time stamps come from the journal. After a
 resume, the repeated steps are delivered again with new times, and MLflow shows their last values."""
 
 import time
@@ -43,9 +43,9 @@ NONFINITE_METRIC = "training/num_nonfinite"  # number of NaN or infinite values 
 
 @dataclass(frozen=True, slots=True)
 class TrackingState:
-    """The state of the delivery to MLflow. `key`: a tag by which the run is found if its id was not stored.
-    `attempt_time`: the start of the newest attempt that MLflow knows. `status`: the final status of that attempt in
-    MLflow. `journal_bytes`: the delivered bytes of the journal."""
+    """The state of the delivery to MLflow. `key`: the tag by which the run is found in MLflow if its MLflow id was not
+    stored. `attempt_time`: the start of the newest attempt that MLflow knows. `status`: the final status of that
+    attempt in MLflow. `journal_bytes`: the delivered bytes of the journal."""
 
     format_version: int = FORMAT_VERSION
     uri: str = ""
@@ -61,7 +61,8 @@ _STATE = TypeAdapter(TrackingState)
 
 
 def read_state(run_dir: Path) -> TrackingState:
-    """Return the stored state of the delivery, or a new state. Raises TrackingError if the file cannot be read."""
+    """Return the state of the delivery from `tracking.json`, or a new state if there is no such file. Raises
+    TrackingError if the file cannot be read."""
     path = run_dir / STATE_FILE
     remedy = "move the file away: the journal is then delivered to a new MLflow run"
     try:
@@ -94,17 +95,18 @@ class MlflowRun:
 
     @property
     def id(self) -> str:
-        """Return the MLflow id of the run, which must have been created."""
+        """Return the MLflow id of the run. Call `create` first."""
         assert self.state.mlflow_run_id is not None, "create the run first"
         return self.state.mlflow_run_id
 
     def update_state(self, **changes: object) -> None:
-        """Change the state and write it to `tracking.json`."""
+        """Change the given fields of the state, and write the state to `tracking.json`."""
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
         write_text_atomically(self._run_dir / STATE_FILE, _STATE.dump_json(self.state).decode() + "\n")
 
     def create(self, start_time_s: float) -> None:
-        """Create the run in MLflow unless it already exists there."""
+        """Create the run in MLflow unless it already exists there. `start_time_s`: its start in seconds since the
+        epoch."""
         if self.state.mlflow_run_id is not None:
             return
         self.update_state()  # stores the key first: a kill may prevent recording the created run
@@ -114,7 +116,7 @@ class MlflowRun:
         self.update_state(mlflow_run_id=str(made))
 
     def nest(self) -> None:
-        """If this run is the warm start of another run in MLflow, make it a child of that run."""
+        """If this run is the warm start of another run in MLflow, make it a child run of that run."""
         if (run_id := self.target.tags.get(TRAINED_FOR_TAG)) is not None:
             parent = read_state(Path(self.target.root) / "runs" / run_id)
             if parent.mlflow_run_id and (parent.uri, parent.experiment) == (self.state.uri, self.state.experiment):
@@ -122,8 +124,8 @@ class MlflowRun:
 
 
 class Delivery(MlflowRun):
-    """The delivery of one run to MLflow. Only the holder of `delivery_lock` may use it. `sent_bytes`: the bytes of the
-    journal that were sent."""
+    """The delivery of one run to MLflow. Only the holder of `delivery_lock` may use it. `sent_bytes`: the number of
+    journal bytes that this object has sent."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
         """Read the attempts and the state. `uri`: the MLflow store, by default the store of the run's newest attempt.
@@ -175,7 +177,7 @@ class Delivery(MlflowRun):
         return end.status
 
     def close(self) -> None:
-        """End the run in the trackers of `tracking.report_to`."""
+        """End the run in the trackers that `tracking.report_to` names."""
         self._sinks.close(failed=self.state.status == "FAILED")
 
     def has_changes(self) -> bool:

@@ -4,7 +4,8 @@
     {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192, ...}}
 
 MLflow, the report and the progress line are derived from the journal. Times are seconds since the epoch, rounded to
-MLflow's milliseconds, so that a replay gives the same points. NaN and infinity are null, and `nonfinite` lists them."""
+MLflow's milliseconds, so that a second delivery of a line gives the same points in MLflow. NaN and infinity are null,
+and `nonfinite` lists them."""
 
 import logging
 import math
@@ -56,7 +57,8 @@ Record = StepRecord | EventRecord
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """A journal with one record for each step. `torn_bytes`: the length of an incomplete last line."""
+    """The content of a journal, with several lines of one step merged into one record. `torn_bytes`: the length of an
+    incomplete last line."""
 
     steps: tuple[StepRecord, ...]
     events: tuple[EventRecord, ...]
@@ -92,8 +94,8 @@ class RunJournal(Journal):
         self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
-        """Resume from a checkpoint. Move the lines that were written after the checkpoint to a separate file, and begin
-        a new attempt. If the journal is shorter than it was at the checkpoint, log a warning."""
+        """Resume from a checkpoint at which the journal had `journal_bytes` bytes. Move the later lines to a separate
+        file, and begin a new attempt. If the journal is shorter, log a warning."""
         try:
             if self.truncate(journal_bytes) is not None:
                 self._has_begun = False
@@ -148,7 +150,7 @@ def read_journal(path: Path) -> list[StepRecord]:
 
 
 def load_journal(path: Path) -> JournalContents:
-    """Read the whole journal, and count the lines and bytes that cannot be read."""
+    """Return the records of the whole journal, and how many lines and bytes of it cannot be read."""
     steps: dict[int, StepRecord] = {}
     events: list[EventRecord] = []
     end = num_damaged = 0
@@ -167,7 +169,8 @@ def load_journal(path: Path) -> JournalContents:
 
 
 def missing_steps(contents: JournalContents, up_to: int) -> str:
-    """Return a text that lists the steps without a journal line, such as `steps 4-6, 9`, or '' if there are none."""
+    """Return the steps from 1 to `up_to` that have no journal line, as a text such as `steps 4-6, 9`. Return '' if
+    there are none."""
     absent = set(range(1, up_to + 1)) - {record.step for record in contents.steps}
     starts, ends = (sorted(step for step in absent if step + by not in absent) for by in (-1, 1))
     spans = [str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True)]
@@ -175,7 +178,8 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
 
 
 def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
-    """Yield the record and the end byte of each complete line from byte `start` on. Unreadable records are None."""
+    """Yield the record of each complete line from byte `start` on, and the byte at which the line ends. Unreadable
+    records are None."""
     return ((parse_record(value), end) for value, end in iter_json(fd, start))
 
 
@@ -218,8 +222,8 @@ def _json_safe(value: object) -> object:
 
 
 class GpuUse(NamedTuple):
-    """The seconds since a rank began to use its GPU. `began`: the monotonic time of that moment. It identifies the
-    rank's process."""
+    """The seconds since a rank began to use its GPU. `began`: the monotonic clock at that moment, which distinguishes
+    the rank's process from a later one."""
 
     began: float
     seconds: float
@@ -233,7 +237,7 @@ def gpu_seconds(journal: Path) -> float | None:
 
 
 class CostMeter:
-    """A meter that adds the GPU use of this process's ranks to the GPU-seconds in the journal."""
+    """A meter that adds the GPU-seconds of this process's ranks to those that the journal already has."""
 
     def __init__(self, journal: Path) -> None:
         self._before = gpu_seconds(journal) or 0.0

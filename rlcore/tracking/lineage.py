@@ -36,7 +36,8 @@ GIT_TIMEOUT_S = 10.0  # a repository may be on a slow network disk
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The result of a stage of a run, such as `dataset` or `model`. `facts`: its counts and other plain values."""
+    """The result of a stage of a run, such as `dataset` or `model`. `facts`: counts and other values that describe the
+    result."""
 
     name: str
     fingerprint: str
@@ -59,7 +60,7 @@ class Origin:
     version: Literal[1] = 1
 
     def write(self, run_dir: Path) -> None:
-        """Write the origin into the run's folder."""
+        """Write the origin to `run.json` in the run's folder."""
         shown = replace(self, command=tuple(map(mask_secrets, self.command)))  # the file is uploaded to MLflow
         write_json_atomically(run_dir / RUN_FILE, _ORIGIN.dump_python(shown, mode="json"))
 
@@ -74,7 +75,8 @@ def read_origin(run_dir: Path) -> Origin | None:
 
 
 def stage_of(name: str, folder: Path) -> Stage:
-    """Return the result of the stage `name`, with the plain values in the manifest of `folder` as facts."""
+    """Return the result of the stage `name`, which is in `folder`. Its facts are the strings, numbers and booleans in
+    the folder's manifest."""
     manifest = None
     with suppress(MillraceError):
         manifest = read_manifest(folder)
@@ -102,7 +104,7 @@ def code_diff(folder: Path = SOURCE_FOLDER) -> str:
 
 
 def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions, the operating system, the host, the GPUs and the driver."""
+    """Return `versions` together with the operating system, the host, the GPUs and the driver."""
     return {"platform": platform.platform(), "host": socket.gethostname(), **versions, **gpu_facts()}
 
 

@@ -64,7 +64,7 @@ class MlflowStore:
 
     @cached_property
     def client(self) -> "MlflowClient":
-        """Return MLflow's client."""
+        """Return the MLflow client that is connected to the store."""
         return connect(self.uri)
 
     @cached_property
@@ -136,7 +136,8 @@ class MlflowStore:
         self.set_tags(run_id, changed)
 
     def log_metrics(self, run_id: str, step: int, metrics: Mapping[str, float], time_s: float) -> None:
-        """Log the values of one step, for stages without a journal."""
+        """Log the metrics of one step directly in MLflow, for stages without a journal. `time_s`: seconds since the
+        epoch."""
         from mlflow.entities import Metric
 
         rows = [Metric(mlflow_name(name), value, milliseconds(time_s), step) for name, value in metrics.items()]
@@ -183,7 +184,8 @@ class MlflowStore:
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs/{run_id}?{TRAINING_VIEW}"
 
     def runs_url(self, ui: str = LOCAL_UI) -> str:
-        """Return the address of the table of all runs with the main columns."""
+        """Return the address of MLflow's table of all runs with the columns `COLUMN_WIDTHS`. For `ui`, see
+        `run_url`."""
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}&viewStateShareKey={VIEW}"
 
     def page_root(self, ui: str) -> str:
@@ -197,8 +199,8 @@ class MlflowStore:
 
 
 def search_run_ids(store: MlflowStore, query: str) -> list[str]:
-    """Return the ids of the runs that match a query in MLflow's language, oldest first. Raises TrackingError if MLflow
-    rejects the query or does not respond."""
+    """Return the MLflow ids of the training runs that match a query in MLflow's language, oldest first. Warm starts are
+    excluded. Raises TrackingError if MLflow rejects the query or does not respond."""
     own = f"tags.`{RUN_ID_TAG}` != '' and tags.stage = 'train'"  # excludes warm starts
     try:
         conditions = f"{query} and {own}" if query else own
@@ -222,7 +224,8 @@ def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOC
 
 
 def table_url(page: str) -> str:
-    """Return the address of the table of all runs with the main columns. `page`: the address of one run's page."""
+    """Return the address of MLflow's table of all runs with the columns `COLUMN_WIDTHS`. `page`: the address of one
+    run's page."""
     return f"{re.sub('/runs/[^?]*', '/runs', page)}&viewStateShareKey={VIEW}"
 
 

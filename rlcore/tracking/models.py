@@ -45,12 +45,12 @@ def log_model(
     max_bytes: int | None = None,
     versions: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id. A
-    model with this name and step is reused. A transformers directory is copied into MLflow, unless it is larger than
-    `max_bytes`. A checkpoint is not copied. `mlflow.transformers.load_model` loads the copy as `models:/<id>`, and
-    `AutoModelForCausalLM` loads the copy's subfolder `model`. `metrics`: the metrics of the step. `time_s`: the time of
-    the journal line that has them. `versions`: the versions of the packages that wrote the weights. Raises
-    TrackingError if a transformers directory has no config.json."""
+    """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id. If the
+    run already has a model with this name and step, return the id of that model. A transformers directory is copied
+    into MLflow, unless it is larger than `max_bytes`. A checkpoint is not copied. `mlflow.transformers.load_model`
+    loads the copy as `models:/<id>`, and `AutoModelForCausalLM` loads the copy's subfolder `model`. `metrics`: the
+    metrics of the step. `time_s`: the time of the journal line that has them. `versions`: the versions of the packages
+    that wrote the weights. Raises TrackingError if a transformers directory has no config.json."""
     from mlflow.entities import LoggedModelOutput
 
     tags = {**tags, "path": str(path.absolute()), "step": str(step)}
@@ -94,7 +94,8 @@ def _model_metric(
 
 
 def _upload(client: "MlflowClient", model_id: str, path: Path, num_bytes: int, given: Mapping[str, str]) -> None:
-    """Upload weights and tokenizer as `mlflow.transformers.save_model` does, but without importing torch."""
+    """Upload weights and tokenizer in the format of `mlflow.transformers.save_model`, but without importing torch.
+    `given`: the versions of packages."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types.schema import ColSpec, Schema
@@ -146,8 +147,8 @@ def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[
 
 
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
-    """Tag the `best` and the `last` model of the run, since MLflow has aliases only in its registry. If `registered` is
-    set, also register these models as versions of this registered model. The versions get aliases such as
+    """Tag the run's `best` and `last` model, whose ids are in `by_alias`. MLflow has aliases only in its registry. If
+    `registered` is set, also register both as versions of the registered model of this name, with aliases such as
     `models:/<registered>@best`."""
     for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:

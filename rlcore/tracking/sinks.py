@@ -1,5 +1,5 @@
-"""TensorBoard and Weights & Biases as additional trackers. The process that delivers to MLflow sends them the journal
-from the beginning. Their failures never affect the trainer or MLflow."""
+"""TensorBoard and Weights & Biases as additional trackers. The process that delivers to MLflow sends them the whole
+journal at each start. Failures of these trackers never affect the trainer or MLflow."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ class TensorBoardSink:
         self._writer = Writer(os.fspath(folder))
 
     def log(self, record: StepRecord) -> None:
-        """Write one scalar for each metric."""
+        """Write each metric of a step as a scalar."""
         for name, value in record.metrics.items():
             self._writer.add_scalar(name, value, record.step, wall_time=record.time)
 
@@ -119,7 +119,7 @@ class Sinks:
 
     def catch_up(self, attempt: Attempt) -> None:
         """Send the new complete lines of the journal. For a new attempt, send the whole journal. Raises OSError if the
-        journal cannot be read. Errors of trackers are not raised."""
+        journal cannot be read. An error of a tracker is logged, not raised."""
         if attempt != self._attempt:
             self.close(failed=False)
             self._attempt, self._cursor = attempt, 0

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 EnterPhase = Callable[[str], AbstractContextManager[object]]
-"""A function that gets a phase's name and returns a context manager for the phase. To prevent the phase, it raises an
-error."""
+"""A function that gets a phase's name and returns a context manager, inside which the phase runs. To prevent the phase,
+the function raises an error."""
 
 
 class PhaseClock:
-    """The wall-clock seconds of each phase of a step. Times of a repeated phase are added."""
+    """The wall-clock seconds of each phase of a step. The times of a phase that runs several times are added."""
 
     def __init__(self, enter: EnterPhase = nullcontext) -> None:
         self._enter = enter

@@ -27,7 +27,8 @@ _MARK = "[environment]"
 
 @dataclass(slots=True)
 class _OpenEpisode:
-    """An episode with its tokens so far and the record of its environment."""
+    """An episode that is being played: its tokens so far, and the `record` of its turns, which is sent to its
+    environment's process."""
 
     request: SamplingRequest
     prompt: Prompt
@@ -58,7 +59,8 @@ class _OpenEpisode:
             self._end_at_limit()
 
     def add_reply(self, reply: str, ids: Sequence[int]) -> bool:
-        """Add the environment's reply and return True, or end the episode if there is no room for another token."""
+        """Add the environment's reply and return True. If there is no room for another token after it, end the episode
+        instead and return False."""
         if len(self.token_ids) + len(ids) >= self.limit:
             self._end_at_limit()
             return False
@@ -67,7 +69,8 @@ class _OpenEpisode:
         return True
 
     def add_reward(self, score: Score, *, last: bool) -> str:
-        """Add a turn's reward and return the environment's reply. A failed turn ends the episode without a score."""
+        """Add a turn's reward and return the environment's reply. A failed turn ends the episode without a score.
+        `last`: whether this turn is the last one allowed."""
         if score.failure is not None:
             self.failure, self.is_open = score.failure, False
             return ""
@@ -115,7 +118,7 @@ class _OpenEpisode:
 
 
 class Episodes(AbstractContextManager["Episodes"]):
-    """The processes that play episodes. Raises ConfigError if `data.environment` does not exist."""
+    """The processes that run the environments of episodes. Raises ConfigError if `data.environment` does not exist."""
 
     def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
         require_environment(config.data.environment)
@@ -148,7 +151,8 @@ class Episodes(AbstractContextManager["Episodes"]):
         clock: PhaseClock,
     ) -> list[tuple[Rollout, Score, str]]:
         """Play an episode for each request, and return its rollout, score and text. `generate`:
-        `ResponseSampler.generate` with bound settings. Raises EngineError if no environment can be started."""
+        `ResponseSampler.generate` with `sampling` and `policy_version` already given. `shares_by_rank`: the request
+        indices of each rank. Raises EngineError if no environment can be started."""
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):

@@ -52,7 +52,7 @@ class StreamScorer:
         self._jobs: list[tuple[list[int], Callable[[], tuple[list[str], list[Future[Score]]]]]] = []
 
     def submit(self, finished: Sequence[tuple[int, Rollout]]) -> None:
-        """Add a few finished responses, without waiting for their scores."""
+        """Add a few finished responses with their request indices, without waiting for their scores."""
         start = partial(self._start, [rollout for _, rollout in finished])
         job = start if self._thread is None else self._thread.submit(start).result
         self._jobs.append(([index for index, _ in finished], job))
@@ -62,7 +62,7 @@ class StreamScorer:
         return texts, self._scoring.submit(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
 
     def collect(self) -> dict[int, tuple[Score, str]]:
-        """Wait for all scores. Return the score and the text of each submitted response."""
+        """Wait for all scores. Return the score and the text of each submitted response, by request index."""
         scored: dict[int, tuple[Score, str]] = {}
         for indices, result in self._jobs:
             texts, scores = result()
@@ -126,8 +126,8 @@ class ResponseSampler:
         clock: PhaseClock,
     ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
         """Generate until enough groups for a batch are finished, then cut the other responses. Return the scored
-        responses to train on, the responses that the next step continues, and the token limit at which these were
-        cut."""
+        responses to train on, the responses that the next step continues, and the length in tokens to which the latter
+        were cut."""
         config = self.config
         groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
         scorer = self._new_scorer()
@@ -163,10 +163,10 @@ class ResponseSampler:
         shares: Sequence[Sequence[int]] | None = None,
         num_finished: int = 0,
     ) -> list[Rollout]:
-        """Generate responses in the order of the requests. `on_finished` gets a few responses with the indices of their
-        requests. `shares`: the request indices of each rank. If `num_finished` is positive, unfinished responses are
-        cut as soon as `num_finished` groups are finished. Raises EngineError for responses of another policy version.
-        """
+        """Generate a response to each request, and return them in this order. `on_finished` is called with a few
+        responses and their request indices whenever these have finished. `shares`: the request indices of each rank. If
+        `num_finished` is positive, unfinished responses are cut as soon as `num_finished` groups are finished. Raises
+        EngineError for responses of another policy version."""
         indices = split_requests(requests, self.group.world_size) if shares is None else shares
         limit = self.config.rollout.max_response_tokens
         arguments = [([requests[i] for i in mine], sampling, limit, num_finished) for mine in indices]
@@ -189,7 +189,8 @@ class ResponseSampler:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """The responses of one step, and the scores of greedy responses to the same prompts (NaN if the scorer failed)."""
+    """The responses of one step with their scores. `greedy_scores`: the scores of greedy responses to the same prompts,
+    NaN where scoring failed, or None if there are none."""
 
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
@@ -232,13 +233,14 @@ class ExperienceCollector:
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. `counted`: a sampler that weights each prompt by the numbers of its solved and scored
-        responses, or None for equal weights."""
+        """Create a collector. `counted`: a sampler that weights each prompt by how many of its earlier responses were
+        scored and solved, or None for equal weights."""
         self._config, self._sampler, self._stream, self._counted = sampler.config, sampler, stream, counted
         self._prepared: dict[LoopState, list[SamplingRequest]] = {}
 
     def prepare(self, state: LoopState) -> None:
-        """Draw the prompts of the step after `state`, while the ranks may still be busy."""
+        """Draw the prompts of the step after `state` in advance, while the ranks may still be busy with their last
+        step."""
         self._prepared = {state: self._first_requests(state)}
 
     def _first_requests(self, state: LoopState) -> list[SamplingRequest]:
@@ -319,7 +321,8 @@ class ExperienceCollector:
         )
 
     def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...] | None:
-        """Return one score per response: that of a greedy response to the same prompt (the baseline of ReMax)."""
+        """Return for each response the score of a greedy response to the same prompt (the baseline of ReMax). Return
+        None for methods other than ReMax."""
         if self._config.algo.advantage != "remax":
             return None
         unique = list(dict.fromkeys(prompts))
@@ -350,7 +353,8 @@ class ExperienceCollector:
 
 
 def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> UnscoredError:
-    """Return the error for a step or validation without any score. `failures`: one reason for each response."""
+    """Return the error to raise for a step or validation without any score. `failures`: the reason for each
+    response."""
     return UnscoredError(
         f"{where}: has no metrics, for {len(failures):,} responses have no score; {scorer} failed, the last time: "
         f"{failures[-1]}"
@@ -358,7 +362,7 @@ def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> Unsc
 
 
 def count_solved(responses: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
-    """Count the solved and the scored responses to each prompt in `tally`, whose keys are prompt ids."""
+    """Add the numbers of solved and of scored responses to each prompt to `tally`, whose keys are prompt ids."""
     for rollout, score, _ in responses:
         if score.failure is None:
             num_solved, num_scored = tally.get(rollout.prompt.prompt_id, (0, 0))

@@ -1,5 +1,5 @@
-"""The metrics of a training step, under names that are usual in the field (defined in rlcore/tracking/metrics.md), its
-alarms, and the file of a non-finite batch."""
+"""The metrics and alarms of a training step, and the file that stores a batch with NaN or infinite values. The metrics
+have names that are usual in the field (defined in rlcore/tracking/metrics.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -65,7 +65,8 @@ def cost_metrics(
     seconds: Mapping[str, float],
     info: WorkerInfo,
 ) -> Metrics:
-    """Return the metrics of the balance of the ranks, the time of each phase, and the use of the devices."""
+    """Return metrics of the load balance over ranks, of the time of each phase, and of the reached share of the
+    devices' peak performance."""
     sequences = assignment.whole.sequences
     return {
         **balance_metrics(packed, sequences),
@@ -132,7 +133,8 @@ def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
-    """Return the shares of groups with equal scores and of unscored responses, and the mean of each score part."""
+    """Return the share of groups whose scores are all equal, the share of unscored responses, and the mean of each
+    score part."""
     highest, lowest = score_range(packed.scores, packed.score_mask, packed.group_ids)
     metrics = {
         "reward/equal_group_share": (highest <= lowest).float().mean().item(),
@@ -164,8 +166,8 @@ def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:
-    """Return metrics of the number of tokens per rank, for a split of the sequences in batch order and for the balanced
-    split."""
+    """Return metrics of the number of tokens per rank for two splits of the sequences: the balanced one, and one in
+    batch order for comparison."""
     lengths = packed.sequence_lengths()
     drawn = torch.stack([part.sum() for part in lengths.chunk(len(sequences))]).float()
     balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in sequences])
@@ -219,8 +221,9 @@ def timing_metrics(
 def mfu_metrics(
     config: RunConfig, packed: PackedBatch, assignment: Assignment, seconds: Mapping[str, float], info: WorkerInfo
 ) -> Metrics:
-    """Return the share of the devices' peak performance that the updates reach, or {} if the peak is unknown. Only
-    necessary operations are counted. The output head is counted for tokens with a loss only."""
+    """Return the share of the devices' peak performance that the updates reach, or {} if the peak is unknown.
+    `perf/mfu` counts only necessary operations, and the output head only for tokens with a loss. `perf/mfu_verl` counts
+    operations as verl does."""
     if info.peak_flops is None:
         return {}
     lengths, num_shared = split_pairs(packed).sequence_lengths().tolist(), assignment.num_shared
@@ -245,7 +248,7 @@ def mfu_metrics(
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """An alarm about one step. `name` and `action` come from the settings `alarms`."""
+    """An alarm about one step. `action`: `tell`, `skip` or `stop`, as in the settings `alarms`."""
 
     name: str
     action: str
@@ -253,7 +256,8 @@ class Alarm:
 
 
 def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]:
-    """Return the alarms about the responses, before any update."""
+    """Return the alarms about a step's responses (equal scores, or too many responses at the length limit), before any
+    update."""
     alarms = config.alarms
     found = []
     if alarms.equal_scores != "off" and _have_equal_scores(experience):
@@ -275,7 +279,8 @@ def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]
 def step_alarms(
     config: RunConfig, update: Update, kl_in_reward: float | None, weight_sync: WeightSync
 ) -> tuple[Alarm, ...]:
-    """Return the alarms about the update of a step and about the weight sync that follows it."""
+    """Return the alarms about a step's update (non-finite values, gradient norm, entropy or KL divergence) and about
+    the weight sync after it."""
     alarms, policy = config.alarms, update.policy
     found = []
     if update.failure is not None:
@@ -310,8 +315,8 @@ def _have_equal_scores(experience: Experience) -> bool:
 
 
 def save_failed_batch(directory: Path, step: int, experience: Experience, batch: TrainBatch) -> tuple[Path, list[int]]:
-    """Save a non-finite batch (`.safetensors`) and its responses (`.json`). Return the path of the batch, and the
-    prompt ids of its non-finite rows."""
+    """Save a batch with NaN or infinite values (`.safetensors`) and its responses (`.json`) in `directory`. Return the
+    path of the batch, and the prompt ids of its rows with such values."""
     directory.mkdir(parents=True, exist_ok=True)
     given = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
     per_token = {name: values for name, values in given.items() if values is not None}

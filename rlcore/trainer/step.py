@@ -78,7 +78,7 @@ class StepResult:
 
 
 class GroupTrainer:
-    """The base class of trainers."""
+    """The base class of `Trainer` and `SupervisedTrainer`, which run their steps on a group of workers."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup, enter_phase: EnterPhase) -> None:
         self._config = config
@@ -102,7 +102,8 @@ class GroupTrainer:
 
 
 def collect_memory(pending: Pending[MemoryPeak]) -> tuple[Metrics, tuple[OomRetry, ...]]:
-    """Return the memory metrics of all ranks, and the passes that ran out of memory since the previous call."""
+    """Return the memory metrics over all ranks, and a record of each pass that ran out of memory since the previous
+    call."""
     peaks = pending.result()
     return memory_metrics(peaks), tuple(retry for peak in peaks for retry in peak.shortages)
 
@@ -348,7 +349,7 @@ class SupervisedTrainer(GroupTrainer):
         return {f"sft/held_out_{name}": value for name, value in total.means().items()}
 
     def fill_reference(self, pairs: Sequence[Demonstration]) -> None:
-        """Write the current policy's log-probabilities into the `reference` of each pair."""
+        """Write the current policy's log-probabilities of both responses of each pair into the pair's `reference`."""
         with self._enter_phase("ref"):
             packed, sequences, by_rank = self._run_padded(Worker.target_logprobs, pairs)
         logprobs = scatter_tokens(by_rank, packed.cu_seqlens, sequences)[packed.loss_mask]

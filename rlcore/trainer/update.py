@@ -52,7 +52,8 @@ Parts: TypeAlias = tuple[Float[Tensor, "N K"], Float[Tensor, "K"]]
 
 @dataclass(frozen=True, slots=True)
 class ForwardResults:
-    """The results of the forward passes before an update. A result is None if the algorithm does not need it."""
+    """The results for each token of the forward passes before an update. A result is None if the algorithm does not
+    need it."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None
@@ -205,7 +206,7 @@ def _sequence_advantages(
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps(Generic[S]):
-    """The optimizer steps of one model on one batch."""
+    """The summed statistics, gradient norms and learning rate of the optimizer steps of one model on one batch."""
 
     stats: S  # summed over steps and ranks
     num_steps: int
@@ -249,7 +250,8 @@ class Update:
         return metrics | {"actor/grad_norm": policy.grad_norm, "actor/lr": policy.lr, "actor/kl_coef": self.kl_coef}
 
     def observed_kl(self, algo: AlgoConfig, kl_in_reward: float | None) -> float | None:
-        """Return the KL divergence from the reference in nats per token, or None if it was not measured."""
+        """Return the KL divergence from the reference in nats per token, or None if it was not measured. If
+        `algo.kl.where` is not `loss`, it is `kl_in_reward`."""
         if algo.kl.where == "loss":
             return None if self.policy is None else self.policy.stats.mean("ref_kl")
         return kl_in_reward
@@ -279,8 +281,9 @@ def _needs_selection(algo: AlgoConfig) -> bool:
 def apply_selection(
     config: RunConfig, batch: TrainBatch, entropy: Float[Tensor, "T"] | None, *, num_finished: int
 ) -> TrainBatch:
-    """Return the batch with the token weights of `algo.top_entropy` and `algo.clip_cov`, and with `covariance_rank`.
-    Tokens are compared within their mini-batch. `entropy`: required for `algo.top_entropy`."""
+    """Return the batch with weight 0 for the tokens that `algo.top_entropy` and `algo.clip_cov` leave out, and with
+    `covariance_rank`. Tokens are compared within their mini-batch. `entropy`: required for `algo.top_entropy`.
+    `num_finished`: the number of finished steps, which seeds the random choice of `algo.clip_cov`."""
     algo, packed = config.algo, batch.packed
     if not _needs_selection(algo):
         return batch
@@ -314,7 +317,7 @@ class SharedBatch:
 
     @classmethod
     def split(cls, config: RunConfig, batch: TrainBatch, assignment: Assignment) -> "SharedBatch":
-        """Split a batch over the ranks."""
+        """Split a batch over the ranks and into mini-batches, as `assignment` prescribes."""
         lengths = batch.packed.loss_lengths()
         mini_batches: list[MiniBatch] = []
         start = 0

@@ -67,7 +67,7 @@ def validate(
 
 
 def response_results(responses: Sequence[ScoredResponse]) -> list[Response]:
-    """Convert scored responses into the form in which they are stored."""
+    """Convert scored responses into the `Response` objects that a `ValidationResult` stores."""
     return [
         Response(
             text=text,

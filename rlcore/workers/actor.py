@@ -58,7 +58,8 @@ class Actor(TrainedModel[CausalPolicy]):
         self._addresses: set[int] = set()
 
     def offload_base(self) -> None:
-        """Offload the frozen base weights (`model.lora.offload`) until `base.reload`."""
+        """Offload the frozen base weights of a LoRA model, if `model.lora.offload` is set, until `base.reload` is
+        called."""
         reshard(self.model)
         self.base.offload()
         if not self._offloads_base:
@@ -103,7 +104,8 @@ class Actor(TrainedModel[CausalPolicy]):
         entropy_added: float = 0.0,
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step. A non-finite loss or gradient raises NonFiniteError and changes no weight."""
+        """Take one optimizer step of the policy. A non-finite loss or gradient raises NonFiniteError and changes no
+        weight."""
         algo, alarms = self._config.algo, self._config.alarms
 
         def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics, Tensor | None]:
@@ -146,8 +148,8 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def _non_finite_groups(self, batch: TrainBatch, objective: Callable[..., tuple[Any, ...]]) -> list[int]:
-        """Return the prompts that have a response with a non-finite loss on any rank. Each prompt is given by its
-        number within the step."""
+        """Return the numbers, within the step, of the prompts that have a response with a non-finite loss on any
+        rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             if not torch.isfinite(objective(to_device(batch, [index], self._device))[0]):
@@ -174,7 +176,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
-        """Return the statistics of the supervised loss, without gradient."""
+        """Return the summed statistics of the supervised loss on a batch. No gradient is computed."""
 
         def work(parts: Parts) -> SupervisedStatistics:
             micros = (to_device(batch, part, self._device) for part in parts)
@@ -199,8 +201,8 @@ class Actor(TrainedModel[CausalPolicy]):
 def token_logprobs(
     policy: CausalPolicy, micro: MicroBatch[PackedBatch], *, pairs: bool = False, **options: Any
 ) -> TokenLogprobs:
-    """Return the head's results for a micro-batch, optionally of preference pairs. For `options`, see
-    `CausalPolicy.forward`."""
+    """Return the policy's log-probabilities of a micro-batch's target tokens, and the results that `options` add
+    (`CausalPolicy.forward`). `pairs`: whether the sequences are preference pairs."""
     if pairs:
         micro = replace(micro, host=split_pairs(micro.host))
     tokens, positions, cu_seqlens, *more = model_inputs(policy, micro)
@@ -209,7 +211,8 @@ def token_logprobs(
 
 
 def model_inputs(model: PackedTrunk, micro: MicroBatch[PackedBatch]) -> tuple[Any, ...]:
-    """Return the arguments of `CausalPolicy.likeliest` for a micro-batch."""
+    """Return the tensors of a micro-batch that `CausalPolicy.likeliest` gets: token ids, positions, sequence bounds,
+    loss mask and shared prompts."""
     device, host = micro.device, micro.host
     shared = shared_prompts(host) if model.share_prompts else None
     return device.token_ids, device.position_ids, host.cu_seqlens.numpy(), host.loss_mask.numpy(), shared
@@ -251,7 +254,8 @@ class Critic(TrainedModel[ValueModel]):
     def update(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
     ) -> ModelUpdate[ValueStatistics]:
-        """Take one optimizer step. A non-finite loss or gradient raises NonFiniteError and changes no weight."""
+        """Take one optimizer step of the critic. A non-finite loss or gradient raises NonFiniteError and changes no
+        weight."""
 
         def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics, None]:
             values = self._values(MicroBatch(micro.host.packed, micro.device.packed))
@@ -317,8 +321,8 @@ def run_teachers(
     num_micro: int,
     chosen: Sequence[int],
 ) -> Float[Tensor, "T ..."]:
-    """Call `run` with each teacher and its responses. Return the values in batch order. `chosen[i]`: response i's
-    teacher."""
+    """Call `run` with each teacher and the sequences that it teaches. Return the token values in batch order.
+    `chosen[i]`: the index of sequence i's teacher."""
     pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(teachers))]
     values = [run(teachers[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine]
     return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])

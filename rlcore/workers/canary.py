@@ -1,7 +1,7 @@
-"""The canary, a comparison of the engine's and the trainer's log-probabilities on the same probe after a weight sync.
-An engine whose tensors are all correct (`WeightSyncResult`) may still compute with an outdated copy of the weights, or
-read an old address in a CUDA graph. Rounding also causes a difference, whose size depends on the model. The bound is
-therefore a multiple of the difference after the first correct sync."""
+"""The canary, a comparison of the engine's and the trainer's log-probabilities of a few responses (the probe) after a
+weight sync. An engine whose tensors are all correct (`WeightSyncResult`) may still compute with an outdated copy of the
+weights. It may also read an old address in a CUDA graph. Rounding also causes a difference, whose size depends on the
+model. The bound is therefore a multiple of the difference after the first correct sync."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ _RESPONSES_PER_PROMPT = 4
 _RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""The largest accepted difference at the first sync, for each number type. Random weights give a difference of 1
-to 10."""
+"""The largest accepted difference at the first sync, for each number type. For comparison, random weights give a
+difference of 1 to 10."""
 NOISE_FACTOR = 4.0  # factor by which a later difference may exceed the difference of the first sync
 MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """The smallest bound at later syncs, for each number type. It leaves room for rounding differences, which can grow in

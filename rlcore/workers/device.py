@@ -87,7 +87,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def raise_malloc_thresholds() -> None:
-    """Raise glibc's malloc thresholds, unless the environment configures malloc."""
+    """Raise glibc's malloc thresholds to `MALLOC_THRESHOLD_BYTES`, unless environment variables configure malloc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     is_configured = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
     if mallopt is not None and not is_configured:
@@ -134,7 +134,7 @@ class MemoryPeak:
 
 
 def gpu_peak() -> tuple[int, int]:
-    """Return the peak bytes that torch has allocated and reserved on its GPU since the last call, or 0 on a CPU."""
+    """Return the peak bytes that torch has allocated and reserved on its GPU since the last call, or zeros on a CPU."""
     if not torch.cuda.is_initialized():
         return 0, 0
     found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -150,13 +150,13 @@ class MemoryMeter:
         self._max = (0, 0)
 
     def set_engine_asleep(self, is_asleep: bool) -> None:
-        """Record that the engine sleeps now, or that it is about to wake."""
+        """Record that the engine sleeps now, or, if `is_asleep` is false, that it is about to wake."""
         if is_asleep != self._is_asleep:
             self.peak()
             self._is_asleep = is_asleep
 
     def peak(self) -> tuple[int, int]:
-        """Return the peak of `gpu_peak` since the meter was created."""
+        """Return the peak bytes that torch has allocated and reserved since the meter was created."""
         (allocated, reserved), unmapped = gpu_peak(), engine_pool_bytes() if self._is_asleep else 0
         self._max = max(self._max[0], allocated - unmapped), max(self._max[1], reserved - unmapped)
         return self._max

@@ -19,9 +19,9 @@ from rlcore.tracking.lineage import first_gpu
 CONTEXT_BYTES = 1_000_000_000  # memory of a CUDA context, its libraries and NCCL
 ENGINE_ASLEEP_BYTES = 600_000_000  # memory of vLLM at sleep levels 1 and 2
 ACTIVATION_FACTOR = 1.05
-"""The factor by which counted activations are multiplied. For Llama-3.2-1B in bfloat16, 14,744 tokens took 26.2 GB, and
-the count before this factor was 25.9 GB. With `model.compile`, 24,711 tokens took 29.7 to 31.2 GB, and the count was
-30.4 GB (`benchmarks/baselines/NVIDIA_H200.json`)."""
+"""The factor by which the counted bytes of activations are multiplied. For Llama-3.2-1B in bfloat16, 14,744 tokens took
+26.2 GB, where the count without this factor is 25.9 GB. With `model.compile`, 24,711 tokens took 29.7 to 31.2 GB, where
+the count is 30.4 GB (`benchmarks/baselines/NVIDIA_H200.json`)."""
 PREFETCHED_LAYERS = 2  # number of layers with gathered weights under FSDP2: the current layer and the prefetched one
 SAMPLING_BYTES = 24
 """The bytes that the hf engine needs to sample, per response and vocabulary entry: 2 float32 and 2 float64 numbers."""
@@ -152,8 +152,9 @@ def head_bytes(
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """Return the bytes of the awake engine. vLLM holds weights and cache within its share of the device. The engine hf
-    holds weights, cache, and the temporary tensors of sampling or of one pass over all prompts, whichever is larger."""
+    """Return the bytes of the engine while it is awake, as in generation. vLLM holds weights and cache within its share
+    of the device. The engine hf holds weights, cache, and the temporary tensors of sampling or of one pass over all
+    prompts, whichever is larger."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "vllm":
@@ -174,7 +175,7 @@ def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
 
 
 def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int, responses: int) -> int:
-    """Return the bytes of one rank's keys and values for `responses` responses of maximum length."""
+    """Return the bytes of one rank's KV cache for `responses` responses of maximum length."""
     heads = -(-shape.kv_heads // config.rollout.tensor_parallel_size)
     per_token = shape.kv_bytes_per_token(itemsize) * heads // shape.kv_heads
     return responses * max_sequence_tokens(config) * per_token
@@ -187,8 +188,8 @@ def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, respo
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
-    """Plan all phases of a step on one rank. `tokens`: the number of tokens in the largest micro-batch, by default from
-    the settings."""
+    """Return the memory plan for all phases of a step on one rank. `tokens`: the number of tokens in the largest
+    micro-batch, by default from the settings."""
     tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
     finest = _phases(config, shape, device, min(tokens, max_sequence_tokens(config)))
@@ -339,7 +340,8 @@ def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[
 
 
 def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
-    """Raise ConfigError if one sequence per micro-batch does not fit, unless `runtime.fit_memory` is off."""
+    """Raise ConfigError if the GPU has too little memory even with one sequence per micro-batch, unless
+    `runtime.fit_memory` is off."""
     if not plan.cannot_fit or config.runtime.fit_memory == "off":
         return
     assert plan.usable_bytes is not None, "without a device nothing is refused"
@@ -379,7 +381,7 @@ def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -
 
 
 def chosen_settings(before: RunConfig, after: RunConfig) -> str:
-    """Return the settings that `fit_settings` changed, as overrides."""
+    """Return the settings that `fit_settings` changed, as command-line overrides such as `name=value`."""
     old, new = (leaves(config.model_dump(mode="json")) for config in (before, after))
     return " ".join(f"{name}={format_value(value)}" for name, value in new.items() if old.get(name) != value)
 
@@ -439,7 +441,8 @@ def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, l
 
 
 def available_bytes(device: Device) -> int:
-    """Return the bytes that automatically chosen settings may use, without the CUDA context and a reserve."""
+    """Return the bytes of the device that automatically chosen settings can use: all but the CUDA context and the share
+    `FREE_SHARE`."""
     assert device.total_bytes is not None
     return device.total_bytes - CONTEXT_BYTES - round(FREE_SHARE * device.total_bytes)
 

@@ -84,7 +84,8 @@ def _send(batch: Batch, device: torch.device) -> Batch:
 
 
 def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Parts) -> Tensor:
-    """Return the token values of micro-batches in the order of the batch, on the CPU."""
+    """Return the token values `parts` of the micro-batches in the order of the batch, on the CPU. `sequences`: the
+    sequence indices of each micro-batch."""
     values = torch.cat([part.detach().float() for part in parts]).cpu()
     return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)
 
@@ -96,12 +97,12 @@ def sum_statistics(statistics: Sequence[S]) -> S:
 
 
 class MicroBatchRunner:
-    """An object that runs one kind of pass in as many micro-batches as the memory requires. The token budget gives a
-    number of micro-batches, which is multiplied by `factor`. On a single rank, the factor doubles when memory runs out,
-    and halves after many successful passes. Several ranks, which wait for each other in collectives, raise an error
-    instead, and only `Worker.split_micro_batches` changes their factor. `recover`: a function that resets the model
-    after a failed pass. `shape`: the model's shape, with which the computing cost is balanced over ranks. If it is
-    None, tokens are balanced."""
+    """An object that runs one kind of pass in as many micro-batches as the memory requires: the number that the token
+    budget gives, multiplied by `factor`. On a single rank, the factor doubles when memory runs out, and halves after
+    many successful passes. Several ranks raise an error instead, since they wait for each other in collectives. Only
+    `Worker.split_micro_batches` changes their factor. `recover`: a function that resets the model after a failed pass.
+    `shape`: the model's shape, with which the computing cost is balanced over ranks. If it is None, tokens are
+    balanced."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class MicroBatchRunner:
         self._retries: list[OomRetry] = []
 
     def pop_retries(self) -> list[OomRetry]:
-        """Return the retries since the previous call."""
+        """Return the retries of passes that ran out of memory since the previous call."""
         retries, self._retries = self._retries, []
         return retries
 
@@ -195,7 +196,8 @@ class ModelUpdate(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One rank's share of an optimizer step. `denominator` is counted over all ranks."""
+    """One rank's share of the batch for an optimizer step. `denominator`: the divisors of the loss, counted over all
+    ranks."""
 
     sequences: range
     num_micro: int
@@ -204,8 +206,8 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """The optimizer steps before the first non-finite step, whose error is `failure`. All ranks have the same number of
-    steps."""
+    """The results of the optimizer steps before the first non-finite step, whose error is `failure`. All ranks have the
+    same number of steps."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None
@@ -214,7 +216,7 @@ class ModelUpdates(Generic[S]):
 def run_mini_batches(
     step: Callable[[TrainBatch, int, Denominator], ModelUpdate[S]], batch: TrainBatch, mini_batches: Sequence[MiniBatch]
 ) -> ModelUpdates[S]:
-    """Call `step` on each mini-batch in order, until a call raises NonFiniteError."""
+    """Call `step` on each mini-batch in order, until a call raises NonFiniteError, and return the results."""
     steps: list[ModelUpdate[S]] = []
     for each in mini_batches:
         try:
@@ -226,7 +228,7 @@ def run_mini_batches(
 
 class TrainedModel(Generic[Model]):
     """A model with its optimizer and a `MicroBatchRunner` for each kind of pass. The master weights are float32, and
-    are sharded if there is a mesh. `passes`: the names of the update pass and of the forward pass in messages."""
+    are sharded if there is a mesh. `passes`: how log and error messages name the update pass and the forward pass."""
 
     def __init__(
         self,

@@ -207,12 +207,13 @@ class Worker:
     def old_logprobs(
         self, batch: PackedBatch, num_micro: int, with_entropy: bool = False
     ) -> Float[Tensor, "T"] | Float[Tensor, "T 2"]:
-        """Return the log-probabilities of the responses under the current policy, optionally with its entropy."""
+        """Return the log-probability of each response token under the current policy, optionally with the policy's
+        entropy there."""
         self._sleep_engine()
         return self.actor.logprobs(batch, num_micro, with_entropy=with_entropy)
 
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return the log-probabilities of the responses under the frozen reference."""
+        """Return the log-probability of each response token under the frozen reference."""
         self._sleep_engine()
         if self._config.model.lora is not None:
             return self.actor.logprobs(batch, num_micro, adapters=False)
@@ -220,8 +221,8 @@ class Worker:
         return self.reference.logprobs(batch, num_micro)
 
     def teacher_logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
-        """Return the log-probability of each response token under a teacher. `chosen[i]` is the teacher of response
-        i."""
+        """Return the log-probability of each response token under a teacher. `chosen[i]`: the index of response i's
+        teacher."""
         self._sleep_engine()
         return run_teachers(FrozenPolicy.logprobs, self.teachers, batch, num_micro, chosen)
 
@@ -241,7 +242,7 @@ class Worker:
         return found
 
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return the critic's values of a batch."""
+        """Return the critic's value of the state before each response token."""
         assert self.critic is not None, "critic is null: there are no values"
         self._sleep_engine()
         return self.critic.values(batch, num_micro)
@@ -254,8 +255,8 @@ class Worker:
         kl_coef: float,
         entropy_added: float = 0.0,
     ) -> ModelUpdates[PolicyStatistics]:
-        """Take one optimizer step of the policy on each mini-batch, with the cached results of the reference and the
-        teachers. `entropy_added`: a number that is added to `algo.entropy_coef`."""
+        """Take one optimizer step of the policy on each mini-batch, with the reference and teacher values that this
+        rank has cached for the batch. `entropy_added`: a number that is added to `algo.entropy_coef`."""
         self._sleep_engine()
         batch, self._cached = replace(batch, **self._cached), {}
         step = partial(
@@ -272,22 +273,24 @@ class Worker:
         return run_mini_batches(partial(self.critic.update, lr=lr), batch, mini_batches)
 
     def supervise(self, batch: PackedBatch, num_micro: int, total: int, lr: float) -> ModelUpdate[SupervisedStatistics]:
-        """Take one supervised optimizer step. `total`: the number of targets or pairs of the batch on all ranks."""
+        """Take one supervised optimizer step. `total`: the divisor of the summed loss, which is the number of targets
+        or pairs on all ranks."""
         self._sleep_engine()
         return self.actor.supervise(batch, num_micro, total, lr=lr)
 
     def target_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return the log-probabilities of preference pairs under the current policy, at temperature 1."""
+        """Return the log-probability of each response token of preference pairs under the current policy, at
+        temperature 1."""
         self._sleep_engine()
         return self.actor.logprobs(batch, num_micro, pairs=True)
 
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
-        """Return the statistics of the supervised loss under the current policy."""
+        """Return the summed statistics of the supervised loss on a batch under the current policy, without training."""
         self._sleep_engine()
         return self.actor.likelihood(batch, num_micro)
 
     def set_probe(self, prompts: Sequence[Prompt]) -> None:
-        """Set the prompts of the probe that checks each weight sync to vLLM."""
+        """Set the prompts on which each weight sync to vLLM is checked."""
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
@@ -320,7 +323,7 @@ class Worker:
         return {name: (each.model, each.optimizer) for name, each in trained.items() if each is not None}
 
     def load(self, directory: str) -> None:
-        """Load a checkpoint, which any number of ranks may have saved."""
+        """Load a checkpoint of the policy and the critic. A run with another number of ranks can have saved it."""
         self._sleep_engine()  # until the next weight sync
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
@@ -348,7 +351,7 @@ class Worker:
         self._profile.start()
 
     def stop_profile(self, folder: str, step: int) -> None:
-        """Stop recording and write the trace."""
+        """Stop the recording and write its trace into `folder`. `step` is part of the file name."""
         assert self._profile is not None, "start_profile comes first"
         running, self._profile = self._profile, None
         running.stop()
@@ -376,7 +379,8 @@ class Worker:
         self.actor.base.reload()
 
     def _wake_engine(self) -> None:
-        """Offload the base weights to make room for the engine, which wakes at its next call."""
+        """Prepare for a call of the engine, which wakes the engine. The base weights are offloaded to make room for
+        it."""
         self.actor.offload_base()
         self._meter.set_engine_asleep(False)
 

@@ -28,7 +28,10 @@ def loss(
     settings: AlgoConfig,
     width: Annotated[float, Field(gt=0)] = 0.2,
 ) -> PolicyLoss:
-    """Return `-r A + (log r)^2 / (2 width)` for each token. `algo.policy_loss_options.width` sets the width."""
+    """Return `-r A + (log r)^2 / (2 width)` for each token, where r is the probability ratio to the old policy.
+
+    `algo.policy_loss_options.width` sets the width.
+    """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     losses = -log_ratio.exp() * masked(advantages, mask) + log_ratio.square() / (2 * width)
     nothing = torch.zeros_like(mask)

@@ -16,7 +16,7 @@ def require_vllm(has: Callable[[str], object] = find_spec) -> None:
 
 
 def missing_vllm_message(detail: str = "") -> str:
-    """Return the error message for a vLLM that cannot be imported."""
+    """Return the error message for a vLLM that cannot be imported. `detail`: the text of the ImportError."""
     return (
         f"rollout.engine: vllm is not installed here{f' ({detail})' if detail else ''}. In the checkout, on a GPU: "
         "pip install -c constraints.txt -e '.[vllm]'; on a CPU: make install-vllm; or use rollout=hf."

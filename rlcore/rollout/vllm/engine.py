@@ -26,7 +26,8 @@ _MAX_IDLE_STEPS = 10_000  # maximum number of consecutive vLLM steps without out
 
 
 class EngineRanks:
-    """The ranks that share this rank's engine. Create the object after vLLM, because it uses vLLM's process group."""
+    """The ranks that share this rank's engine. Create the object after vLLM has started, because it uses vLLM's process
+    group."""
 
     def __init__(self, size: int) -> None:
         self._group = None
@@ -39,7 +40,8 @@ class EngineRanks:
             ranks.mq_broadcaster = None  # its shared memory would remain after a kill
 
     def gather(self, requests: Requests) -> tuple[Requests, range]:
-        """Return the requests of all ranks in rank order, and the range of this rank's requests. This is collective."""
+        """Return the requests of all ranks in rank order, and the range of this rank's requests. All ranks that share
+        the engine must call this method together."""
         if self._group is None:
             return requests, range(len(requests))
         shares: list[Requests] = [()] * self._size
@@ -126,8 +128,8 @@ class VllmEngine(RolloutEngine):
                 core.abort_requests(list(writing))
 
     def _agree(self, cut: TailCut, names: Sequence[str]) -> None:
-        """Update `cut.bound` together with the other ranks. If it has fallen, lower the limits of the requests whose
-        ids are `names` to this bound."""
+        """Exchange the lengths of finished responses with the other ranks. If this lowers `cut.bound`, make this number
+        of tokens the limit of the requests with the ids `names`."""
         before = cut.bound
         cut.agree()
         if cut.bound < before:
@@ -189,7 +191,8 @@ class VllmEngine(RolloutEngine):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights. Raises EngineError if a name is unknown or missing."""
+        """Copy all weights into vLLM, and compare vLLM's weights with the sent ones. Raises EngineError if the name of
+        a weight is unknown or missing."""
         self.policy_version = -1  # an interrupted weight sync leaves no valid version
         if self._asleep:
             release_cached_memory()

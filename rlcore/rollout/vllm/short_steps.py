@@ -1,9 +1,9 @@
-"""Short steps of vLLM's scheduler, which have no new request and give every running response one token. vLLM's
+"""Short steps of vLLM's scheduler. A short step has no new request and gives every running response one token. vLLM's
 `schedule` and `update_from_output` take 30 to 40 microseconds of Python per token. In a step of a small model with
-hundreds of responses, this Python code takes longer than the GPU. A short step updates all running responses as rows of
-arrays. Only responses that may end or need a cache block are handled one by one. vLLM's own code runs all full steps
-and ends all responses. vLLM's requests are updated before a full step (`_end_short_steps`). The tokens of short steps
-are buffered until vLLM creates the next output of their response."""
+hundreds of responses, this takes longer than the computation on the GPU. A short step updates all running responses as
+rows of arrays. Only responses that may end or need a cache block are handled one by one. vLLM's own code runs all full
+steps and ends all responses. vLLM's requests are updated before a full step (`_end_short_steps`). The tokens of short
+steps are buffered until vLLM creates the next output of their response."""
 
 import logging
 from collections import deque
@@ -122,7 +122,7 @@ class _Rows:
 
 
 class ShortSteps(_Scheduler):  # type: ignore[misc]
-    """The methods that replace methods of vLLM's scheduler class."""
+    """A mixin that overrides methods of vLLM's scheduler class, so that the scheduler can take short steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -180,8 +180,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             request.max_tokens = min(request.max_tokens, max(limit, written + 1))
 
     def _admits_waiting(self) -> bool:
-        """Return whether half of the slots are free for waiting requests. A step that processes a prompt takes several
-        times longer than other steps, so requests start together."""
+        """Return whether requests are waiting and at least half of the slots are free. Requests start together, because
+        a step that processes a prompt takes several times longer than other steps."""
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
@@ -311,8 +311,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Append the tokens of short steps to vLLM's requests in the rows `which`. Buffer these tokens for the next
-        output of each request."""
+        """Append the tokens from short steps to vLLM's requests, for the rows `which`. Also keep these tokens for
+        vLLM's next output of each request, which has to include them."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()
@@ -359,5 +359,5 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
 
 
 def shortened_scheduler(base: Any) -> Any:
-    """Return a subclass of vLLM's synchronous or asynchronous scheduler with short steps."""
+    """Add short steps to `base`, which is vLLM's synchronous or asynchronous scheduler class. Return the subclass."""
     return type("ShortScheduler", (ShortSteps, base), {})

@@ -24,8 +24,8 @@ _MEMORY_FREED_MESSAGE = "error in memory profiling"
 _MEMORY_TAKEN_MESSAGE = "Memory usage increased after sleeping"
 _MAX_GRAPH_BATCH = 512  # batch size of the largest CUDA graph that vLLM captures by default
 _UNSPLIT_TOKENS = 2_048
-"""The number of tokens of the longest sequence whose attention is not split. Splitting takes a twelfth of a small
-model's generation time."""
+"""The maximum sequence length, in tokens, for which the attention kernel does not split the keys across GPU blocks. For
+a small model, splitting takes a twelfth of the generation time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def allow_sleep_on_shared_gpu() -> None:
 
 
 def _torch_group_executor(base: Any) -> Any:
-    """Return a subclass of vLLM's executor for CPU ranks that uses torch's process group instead of vLLM's shared
+    """Return a subclass of vLLM's executor for CPU ranks. It uses torch's process group instead of vLLM's shared
     memory. That memory has the same name for all jobs on a machine, and remains after a job ends."""
 
     class RankExecutor(base):  # type: ignore[misc]
@@ -115,7 +115,7 @@ def _torch_group_executor(base: Any) -> Any:
 
 
 def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs`."""
+    """Return the arguments of vLLM's `EngineArgs` for an engine of this shape with these settings."""
     on_cpu = shape.device.type == "cpu"
     arguments: dict[str, Any] = {
         "model": shape.model_directory,
@@ -167,7 +167,7 @@ def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype
 
 
 def logprobs_mode(settings: RolloutConfig) -> str:
-    """Return the vLLM mode that gives the trainer's log-probabilities, which include the temperature but not top_p.
+    """Return the vLLM mode whose log-probabilities are defined as in the trainer, with temperature but without top_p.
     With top_p, this is `raw` (before temperature and top_p), since the settings reject a temperature together with
     top_p. Otherwise it is `processed` (after both)."""
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
@@ -215,10 +215,10 @@ def start_failure_message(error: BaseException, shape: EngineShape, settings: Ro
 
 
 def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
-    """Return the size in bytes of a KV cache for `rollout.max_num_seqs` responses of full length, within
-    `rollout.memory_share`. Return None if the share is too small or the model's shape is unknown. vLLM then chooses the
-    size by measuring the free GPU memory. The measurement fails if another process allocates or frees GPU memory at the
-    same time."""
+    """Return the size in bytes of a KV cache for `rollout.max_num_seqs` responses of full length, limited by vLLM's
+    share of the memory (`rollout.memory_share`). Return None if the share is too small or the model's shape is unknown.
+    vLLM then chooses the size by measuring the free GPU memory. The measurement fails if another process allocates or
+    frees GPU memory at the same time."""
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -88,7 +88,7 @@ class SentWeights:
         self._unknown: list[str] = []
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and record a digest of each."""
+        """Yield the weights, and record a digest of each for `compare`."""
         for name, tensor in weights:
             self._record_tensor(name, tensor)
             yield name, tensor
@@ -108,7 +108,8 @@ class SentWeights:
         self._sent.append(_SentTensor(name, place, kind, rows, part.shape, digest(part.to(dtype))))
 
     def compare(self) -> WeightSyncResult:
-        """Compare the engine's weights with the sent ones."""
+        """Compare the engine's weights with the sent ones. Return the names of tensors that differ or cannot be
+        compared."""
         held: list[Int[Tensor, ""]] = []
         compared: list[_SentTensor] = []
         unknown = list(self._unknown)
@@ -144,7 +145,8 @@ class SentWeights:
         return found
 
     def _tied_head(self) -> list[_SentTensor]:
-        """Return [the output head] if its weights were sent only as the embedding, otherwise []."""
+        """Return an entry for the output head if its weights were sent only as the embedding, otherwise an empty
+        list."""
         leaves = {one.path.rpartition(".")[2]: one for one in self._sent}
         embedding = leaves.get("embed_tokens")
         if embedding is None or "lm_head" in leaves or "lm_head" not in self._modules:

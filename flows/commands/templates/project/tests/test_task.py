@@ -6,7 +6,7 @@ from rlcore.config import CustomData
 
 
 def test_reference_earns_full_score() -> None:
-    """Score the reference of each row, and another text."""
+    """Check for each row that the reference scores 1.0 and that a wrong response scores less."""
     rows = build(CustomData(build="NAME:build", train_size=4, validation_size=2), seed=1)
     for row in rows.splits["train"]:
         assert score(str(row.solution), row.ground_truth).total == 1.0
