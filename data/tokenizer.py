@@ -250,9 +250,10 @@ class PromptTokenizer:
     def render(
         self, messages: Messages, *, opened: bool = True, continued: bool = False, tools: Sequence[Any] = ()
     ) -> str:
-        """Render messages as text. `opened`: the text ends with the beginning of the assistant's turn.
+        """Render messages as text. `opened`: the beginning of the assistant's next turn is appended.
 
-        `continued`: the text ends with the last message. `tools` replaces the schemas of the constructor."""
+        `continued`: the last message stays open for a continuation, and `opened` has no effect. `tools`: schemas of
+        tools in place of those given to the constructor."""
         if not self.chat:
             return "".join(message["content"] for message in messages)
         try:

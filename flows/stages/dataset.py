@@ -121,7 +121,8 @@ def status_of_rows(
 ) -> StageStatus:
     """Return the status of the stage `name`, whose result is the folder of rows `place_of(config)`.
 
-    For every stage except `dataset`, the folder is unknown until the tokenizer exists. `what` precedes the row counts.
+    For every stage except `dataset`, the folder is unknown until the tokenizer exists. The text of the status consists
+    of `what` and the row counts.
     """
     damage = read_finished_or_reason(planned_tokenizer(config))[1]
     place = place_of(config) if name == "dataset" or has_tokenizer(config) else None

@@ -323,7 +323,8 @@ class Worker:
         return {name: (each.model, each.optimizer) for name, each in trained.items() if each is not None}
 
     def load(self, directory: str) -> None:
-        """Load a checkpoint of the policy and the critic. A run with another number of ranks can have saved it."""
+        """Load a checkpoint of the policy and the critic. It may have been saved by a run with another number of
+        ranks."""
         self._sleep_engine()  # until the next weight sync
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)

@@ -122,7 +122,8 @@ class _Rows:
 
 
 class ShortSteps(_Scheduler):  # type: ignore[misc]
-    """A mixin that overrides methods of vLLM's scheduler class, so that the scheduler can take short steps."""
+    """A mixin for vLLM's scheduler class. Steps that only give one more token to each running request use arrays
+    instead of vLLM's Python code for each request."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
