@@ -77,10 +77,10 @@ _OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 
 
 def call_flow(checked: object, call: Callable[[], R]) -> R:
-    """Run a flow by `call`, and return the result that the flow has stored by `keep_outcome`.
+    """Run a flow by calling `call`, and return the result that the flow stored with `keep_outcome`.
 
-    The result is returned even if Prefect fails afterwards, for example because its server is gone. The flow finds
-    `checked` in `CHECKED_SETTINGS`.
+    The result is returned even if Prefect fails afterwards, for example because its server is gone. While the flow
+    runs, `CHECKED_SETTINGS` holds `checked`.
     """
     outcome: Future[R] = Future()
 

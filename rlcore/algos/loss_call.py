@@ -1,4 +1,5 @@
-"""The functions that the settings name: lookup, options, checks of results, and trial calls before a model is loaded.
+"""Handle custom functions that are named in the settings: find them, read their options, check their results, and call
+them for trial before a model is loaded.
 
 `python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and prints the error of the trial."""
 
