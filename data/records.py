@@ -92,7 +92,7 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
             return None
         raise DataError(
             f"data.source: must be a folder or a hub id (owner/name), got {source!r}, which is neither. Give the "
-            f"folder that holds {' and '.join(dict.fromkeys(splits))} as {KINDS_OF_FILES}"
+            f"folder that holds {' and '.join(dict.fromkeys(splits))} as {KINDS_OF_FILES}; split a single file first"
         )
     found = {split: _files_of(folder, split) for split in splits}
     if missing := [split for split, files in found.items() if not files]:
