@@ -18,7 +18,7 @@ _HIGHEST = 99
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return multiplication problems with different pairs of factors. Each pair occurs in only one split."""
+    """Return problems that ask for the product of two numbers. Each pair of numbers occurs in only one split."""
     pairs = [(a, b) for a in range(2, _HIGHEST + 1) for b in range(a, _HIGHEST + 1)]
     wanted = settings.train_size + settings.validation_size
     if wanted > len(pairs):

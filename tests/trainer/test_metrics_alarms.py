@@ -89,7 +89,7 @@ def test_one_mini_batch_above_bound_is_skipped(root: Path) -> None:
     (skipped,), same = run_steps(root, 1, *halves, bound, "alarms.grad_norm=skip")
     assert not same
     assert skipped.metrics[SKIPPED] == 0.5
-    assert skipped.metrics["actor/grad_norm"] == pytest.approx(mean)
+    assert skipped.metrics["actor/grad_norm"] == pytest.approx(mean, rel=1e-5)  # the halves differ by more than 1e-3
     assert "grad_norm" not in alarm_texts(plain)
     for result in (reported, skipped):
         assert float(alarm_texts(result)["grad_norm"].partition("gradient is ")[2].partition(",")[0]) > 1.001 * mean

@@ -147,9 +147,9 @@ SPARING = ("algo.teacher.offload=true", "model.share_prompts=true")
 @pytest.mark.parametrize("more", [(), SPARING, (*MANY_TOKENS, *SPARING)], ids=" ".join)
 def test_policy_learns_from_a_larger_teacher(root: Path, more: tuple[str, ...]) -> None:
     teacher = other_model(root, ScratchModel(hidden_size=48, num_layers=2))
-    overrides = (f"algo.teacher.path={teacher}", "optim.lr=1e-2", "trainer.total_steps=12", *more)
-    steps = run_steps(prepare(root, *overrides), 12)
-    assert steps[-1]["actor/teacher_kl"] < 0.5 * steps[0]["actor/teacher_kl"]
+    overrides = (f"algo.teacher.path={teacher}", "optim.lr=1e-2", "trainer.total_steps=20", *more)
+    steps = run_steps(prepare(root, *overrides), 20)
+    assert steps[-1]["actor/teacher_kl"] < 0.6 * steps[0]["actor/teacher_kl"]
     narrow = run_steps(prepare(root, *overrides, "trainer.max_tokens_per_micro_batch=40"), 2)
     assert_close(steps[:2], narrow, rtol=1e-4)
 
