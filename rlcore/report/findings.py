@@ -181,7 +181,8 @@ def _largest(series: Series, record: RunRecord) -> CheckResult:
 
 
 def _late_share(limit: float, series: Series, record: RunRecord) -> CheckResult:
-    return percent(share := late_mean(series), 1), share, share <= limit
+    share = late_mean(series)
+    return percent(share, 1), share, share <= limit
 
 
 def _entropy(series: Series, record: RunRecord) -> CheckResult:
@@ -192,7 +193,8 @@ def _entropy(series: Series, record: RunRecord) -> CheckResult:
 
 
 def _explained(series: Series, record: RunRecord) -> CheckResult:
-    return fixed(share := late_mean(series)), share, share > 0
+    share = late_mean(series)
+    return fixed(share), share, share > 0
 
 
 _RULES: tuple[Rule, ...] = (

@@ -79,12 +79,14 @@ class RunRecord:
     @cached_property
     def tokens(self) -> Series | None:
         """Return the cumulative number of prompt and response tokens at each step."""
-        return None if (found := self.series("perf/total_num_tokens")) is None else found.cumsum()
+        found = self.series("perf/total_num_tokens")
+        return None if found is None else found.cumsum()
 
     @cached_property
     def seconds(self) -> Series | None:
         """Return the cumulative seconds of the training steps, which exclude validations and checkpoints."""
-        return None if (found := self.series("perf/time_per_step")) is None else found.cumsum()
+        found = self.series("perf/time_per_step")
+        return None if found is None else found.cumsum()
 
     @cached_property
     def gpu_seconds(self) -> float | None:

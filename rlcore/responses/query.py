@@ -108,7 +108,8 @@ class SearchResult:
         DataError if a file is unreadable."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
-        known, names = ([name for name in columns if (name in chosen.column_names) == here] for here in (True, False))
+        known = [name for name in columns if name in chosen.column_names]
+        names = [name for name in columns if name not in chosen.column_names]
         found: list[dict[str, Any]] = chosen.select(known).to_pylist()
         for part in np.unique(parts):
             mine, path = np.flatnonzero(parts == part), self.parts[part]
@@ -131,9 +132,11 @@ def find_responses(folder: Path, query: Query) -> SearchResult:
         conditions.append(is_validation if query.kind == "validation" else ~is_validation)
     if query.prompt is not None:
         conditions.append(pc.field("prompt_id") == query.prompt)
-    for name, bounds in (("step", query.step), ("score", query.score)):
-        compared = zip(bounds, (operator.ge, operator.le), strict=True)
-        conditions += [compare(pc.field(name), bound) for bound, compare in compared if bound is not None]
+    for name, (low, high) in (("step", query.step), ("score", query.score)):
+        if low is not None:
+            conditions.append(pc.field(name) >= low)
+        if high is not None:
+            conditions.append(pc.field(name) <= high)
     table = table.filter(reduce(operator.and_, conditions))
     if query.search:
         at = table["part"].to_numpy()
@@ -164,9 +167,9 @@ def count_responses(folder: Path) -> int:
 def read_response(folder: Path, key: str) -> dict[str, Any]:
     """Return all columns of a response by its key. Raises DataError if the response or its file cannot be read."""
     name, _, place = key.rpartition(":")
-    for path in parts_of(folder) if place.isdecimal() and len(place) <= MAX_DIGITS else ():
-        if path.name == name and int(place) < _count_rows(path):
-            return {"key": key, **_read_rows(path, np.array([int(place)]), ALL_COLUMNS)[0]}
+    path = next((path for path in parts_of(folder) if path.name == name), None)
+    if path is not None and place.isdecimal() and len(place) <= MAX_DIGITS and int(place) < _count_rows(path):
+        return {"key": key, **_read_rows(path, np.array([int(place)]), ALL_COLUMNS)[0]}
     raise _missing_response(key)
 
 

@@ -104,7 +104,8 @@ class AttemptLog(LineFile):
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
     """Return the attempts at a run with their ends (None if active or lost), oldest first. Skip unreadable lines."""
     found: list[tuple[Attempt, End | None]] = []
-    if not (path := run_dir / ATTEMPTS_FILE).exists():
+    path = run_dir / ATTEMPTS_FILE
+    if not path.exists():
         return found
     with open_ordinary(path) as file:
         for value, _ in iter_json(file.fileno(), 0):

@@ -172,7 +172,8 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
     """Return the steps from 1 to `up_to` that have no journal line, as a text such as `steps 4-6, 9`. Return '' if
     there are none."""
     absent = set(range(1, up_to + 1)) - {record.step for record in contents.steps}
-    starts, ends = (sorted(step for step in absent if step + by not in absent) for by in (-1, 1))
+    starts = sorted(step for step in absent if step - 1 not in absent)
+    ends = sorted(step for step in absent if step + 1 not in absent)
     spans = [str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True)]
     return f"{'step' if len(absent) == 1 else 'steps'} {', '.join(spans)}" if absent else ""
 

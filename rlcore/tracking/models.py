@@ -72,13 +72,18 @@ def log_model(
     client.finalize_logged_model(model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     if metrics:
-        inputs, links = client.get_run(run_id).inputs, {"model_id": model_id}
-        for one in () if inputs is None else inputs.dataset_inputs:
-            if any(tag.value == "validation" for tag in one.tags):
-                links |= {"dataset_name": one.dataset.name, "dataset_digest": one.dataset.digest}
+        links = {"model_id": model_id, **_held_out_dataset(client, run_id)}
         rows = [_model_metric(client, run_id, key, value, time_s, step, links) for key, value in metrics.items()]
         client.log_batch(run_id, metrics=rows)
     return model_id
+
+
+def _held_out_dataset(client: "MlflowClient", run_id: str) -> dict[str, str]:
+    """Return the fields of an MLflow metric that name the run's held-out dataset, or {} if the run has none."""
+    inputs = client.get_run(run_id).inputs
+    known = () if inputs is None else inputs.dataset_inputs
+    found = [one.dataset for one in known if any(tag.value == "validation" for tag in one.tags)]
+    return {"dataset_name": found[0].name, "dataset_digest": found[0].digest} if found else {}
 
 
 def _model_metric(
