@@ -29,7 +29,7 @@ COMMANDS: dict[Kind, str] = {
 """The command that runs the written file, for each kind of file."""
 SUFFIXES = {"experiment": ".yaml", "suite": ".yaml", "sweep": ".yaml", "slurm": ".sbatch", "project": ""}
 """The suffix of the written file, for each kind whose suffix is not `.py`."""
-COPIED = {"task": "multiplication", "environment": "number_guessing"}  # modules of `data/`
+COPIED = {"task": "sort_digits", "environment": "number_guessing"}  # modules of `data/`
 PROJECT = {
     "Makefile": "Makefile", "README.md": "README.md", "gitignore": ".gitignore",
     "conf/experiment/baseline.yaml": "conf/experiment/baseline.yaml", "conf/data/task.yaml": "conf/data/NAME.yaml",

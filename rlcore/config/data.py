@@ -218,7 +218,7 @@ class CustomData(Conversation):
 
     task: Literal["custom"] = "custom"
     """The task whose rows come from the function `build`."""
-    build: str = "data.multiplication:build"
+    build: str = "data.sort_digits:build"
     """A `module:function` that takes these settings and a seed, and returns `data.rows.TaskRows`."""
     train_size: int = Field(default=1_000, ge=1)
     """The number of rows in the training split."""
@@ -227,7 +227,7 @@ class CustomData(Conversation):
     options: tuple[str, ...] = ()
     """Further arguments of the function `build`, including each file or folder that it reads. The dataset is built
     again after a change in an argument or in such a file or folder."""
-    scorer: Scorer = "data.multiplication:score"
+    scorer: Scorer = "data.sort_digits:score"
 
 
 class ReasoningGymData(Conversation):

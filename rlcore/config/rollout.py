@@ -194,8 +194,8 @@ class RewardConfig(Section):
     check before the run refuses a dataset with a larger share. Otherwise the check only reports such rows."""
     checks = (
         rule(".num_processes", "data.scorer",
-             "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
-             "data=parquet without data.scorer, whose rows may be mathematics",
+             "must be 1 or more if data.math:score may score a response (with this data.scorer, or with data=parquet "
+             "without data.scorer), because that scorer may need too long",
              lambda own, run: isinstance(run.data, MixtureData) or own.num_processes > 0
              or run.data.scorer not in ("data.math:score", BY_ROW), "Set reward.num_processes=2"),
         rule(".num_processes", "data.scorer",
@@ -240,7 +240,7 @@ class SandboxConfig(Section):
     effective = EffectiveWhen(
         "data.scorer data.environment validation.suites",
         unless="'' [] data.number_guessing:Game data.countdown:score data.gsm8k:score "
-        "data.math:score data.multiplication:score data.number_guessing:score data.reasoning_gym:score",
+        "data.math:score data.number_guessing:score data.reasoning_gym:score data.sort_digits:score",
         why="no scorer that runs programs",
         remedy="Choose data=code",
     )

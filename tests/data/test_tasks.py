@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import multiplication, number_guessing
+from data import number_guessing, sort_digits
 from data.countdown import build
 from data.countdown_problems import generate
 from data.filter import filter_dataset, filtered_directory
@@ -158,7 +158,7 @@ def test_rows_of_custom_tasks_never_change() -> None:
     games = number_guessing.build(settings, 1)
     assert games.splits["train"][0] == Row((Message("user", "1 0 6 >"),), {"game": 70})
     assert digest_of_rows(games) == "467202d63b253de8"
-    assert digest_of_rows(multiplication.build(settings, 1)) == "0e3236ca5645ffbf"
+    assert digest_of_rows(sort_digits.build(settings, 1)) == "28673e34d981ae1b"
 
 
 def make(settings, tokenizer, root):
@@ -183,17 +183,16 @@ def test_parts_are_shared_by_mixtures_and_keep_their_scorers(scratch_tokenizer, 
     row = f"| [{alone.directory.name}](../{alone.directory.name}) | 60 train, 20 validation |"
     assert row in (dataset.directory / "README.md").read_text()
 
-    # A right response for one scorer is wrong for the other: separate digits, or an equation.
+    # A right response for one scorer is wrong for the other: digits, or an equation.
     prompts = Problems.read(RunConfig(data=MIXED), RunInputs(filtered.directory, scratch_tokenizer)).validation
     truths = [json.loads(prompt.ground_truth_json) for prompt in prompts]
-    products = [" ".join(str(truth.get("product", ""))) for truth in truths]
-    responses = [text or " + ".join(map(str, truth["numbers"])) for text, truth in zip(products, truths, strict=True)]
+    responses = [truth.get("digits") or " + ".join(map(str, truth["numbers"])) for truth in truths]
     with ScoringPool(MIXED.scorer, RewardConfig(num_processes=1)) as pool:
         scores = pool.score(responses, [prompt.ground_truth_json for prompt in prompts])
         assert pool.errors == 0
     for truth, score in zip(truths, scores, strict=True):
         assert score.parts["format"] == 1.0
-        assert score.total == ("product" in truth or sum(truth["numbers"]) == truth["target"])
+        assert score.total == ("digits" in truth or sum(truth["numbers"]) == truth["target"])
 
 
 def test_training_rows_that_another_part_holds_out_are_refused(scratch_tokenizer, artifacts_root):

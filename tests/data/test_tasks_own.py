@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import multiplication
+from data import sort_digits
 from data.number_guessing import Game
 from data.rows import Message, Row
 from data.tasks import build_dataset, build_mapped, dataset_fingerprint, input_digests, inputs_of
@@ -19,9 +19,9 @@ from data.trial import first_row, validate_rows
 from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
 
-TIMES = CustomData(train_size=200, validation_size=20)
+SORT = CustomData(train_size=200, validation_size=20)
 READER = """
-from data.multiplication import Message, Row, TaskRows
+from data.rows import Message, Row, TaskRows
 from pathlib import Path
 def build(settings, seed):
     def rows(split):  # opened while the rows are read
@@ -32,21 +32,33 @@ def build(settings, seed):
 
 
 @pytest.mark.parametrize(("response", "total", "well_formed"), [
-    ("12", 1, 1), (" 1 2\n", 1, 1), ("13", 0, 1), ("12.0", 0, 0), ("", 0, 0), ("\u0661\u0662", 0, 0),
-    ("9" * 10_000, 0, 0),
+    ("1 2 3 4", 1, 1), (" 1 2\n3 4", 1, 1), ("1 2 4 3", 0, 1), ("1 2 3", 0, 0), ("1 2 3 4.0", 0, 0), ("", 0, 0),
+    ("1 2 3 \u0664", 0, 0), ("9 " * 10_000, 0, 0),
 ])  # fmt: skip
-def test_multiplication_scores_products(response, total, well_formed):
-    found = multiplication.score(response, {"product": 12})
+def test_sort_digits_scores_digits_in_order(response, total, well_formed):
+    found = sort_digits.score(response, {"digits": "1 2 3 4"})
     assert (found.total, found.parts["format"]) == (total, well_formed)
-    with pytest.raises(DataError, match="at most 4851 products exist, got 5020"):
-        multiplication.build(TIMES.model_copy(update={"train_size": 5_000}), 1)
+    assert found.said == (" ".join(response.split()) if well_formed else None)
+    with pytest.raises(DataError, match="at most 11110000 problems exist, got 11110020"):
+        sort_digits.build(SORT.model_copy(update={"train_size": 11_110_000}), 1)
+
+
+def test_sort_digits_rows_are_distinct_and_solved():
+    rows = [row for split in sort_digits.build(SORT, 1).splits.values() for row in split]
+    assert len({row.prompt for row in rows}) == len(rows) == 220
+    assert {row.difficulty for row in rows} == {4, 5, 6, 7}
+    for row in rows:
+        digits = row.prompt[0].content.removesuffix(" =").split()
+        assert row.ground_truth == {"digits": row.solution}
+        assert row.solution == " ".join(sorted(digits))
+        assert sort_digits.score(row.solution, row.ground_truth).total == 1.0
 
 
 def test_fingerprint_depends_on_the_source_file(tmp_path, monkeypatch, artifacts_root):
-    source = Path(multiplication.__file__).read_text()
-    (tmp_path / "my_own_task.py").write_text(source.replace('data_source="multiplication"', 'data_source="mine"'))
+    source = Path(sort_digits.__file__).read_text()
+    (tmp_path / "my_own_task.py").write_text(source.replace('data_source="sort_digits"', 'data_source="mine"'))
     monkeypatch.syspath_prepend(str(tmp_path))
-    mine = TIMES.model_copy(update={"build": "my_own_task:build", "scorer": "my_own_task:score"})
+    mine = SORT.model_copy(update={"build": "my_own_task:build", "scorer": "my_own_task:score"})
     dataset = build_dataset(mine, seed=1, root=artifacts_root)
     assert pq.read_table(dataset.directory / "train.parquet").column("data_source")[0].as_py() == "mine"
     assert dataset_fingerprint(mine, 1) == dataset.directory.name
@@ -56,7 +68,7 @@ def test_fingerprint_depends_on_the_source_file(tmp_path, monkeypatch, artifacts
 
 
 def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
-    mine = TIMES.model_copy(update={"build": "reading_task:build", "options": ("numbers",)})
+    mine = SORT.model_copy(update={"build": "reading_task:build", "options": ("numbers",)})
     fingerprints = []
     for machine in ("one", "other"):
         folder, root = tmp_path / machine, tmp_path / machine / "artifacts"
@@ -85,7 +97,7 @@ def test_option_files_are_named_by_file_or_folder(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     options = tuple(str(tmp_path / name) for name in ("one", "two/one", "c.txt", "nowhere"))
-    found = input_digests(CustomData(build="data.multiplication:build", options=options))
+    found = input_digests(CustomData(build="data.sort_digits:build", options=options))
     a, b, other, c = (sha256(name.encode()).hexdigest() for name in names)
     assert (found["one/a.txt"], found["one/b.txt"], found["c.txt"]) == (a, f"{b} {other}", c)
 
@@ -93,20 +105,20 @@ def test_option_files_are_named_by_file_or_folder(tmp_path: Path) -> None:
 def test_unusable_build_functions_are_refused(tmp_path, monkeypatch, artifacts_root):
     (tmp_path / "wrong_task.py").write_text("def build(settings, seed): return []\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    unusable = ("nowhere:build", "data.multiplication:nothing", "data.multiplication:_HIGHEST", "..:x")
+    unusable = ("nowhere:build", "data.sort_digits:nothing", "data.sort_digits:LENGTHS", "..:x")
     cases = [(name, ConfigError, r"data.build: must name a function") for name in unusable]
     returned = r"wrong_task:build must return data\.rows\.TaskRows, got list"
     for name, kind, message in (*cases, ("wrong_task:build", DataError, returned)):
         with pytest.raises(kind, match=message):
-            build_dataset(TIMES.model_copy(update={"build": name}), seed=1, root=artifacts_root)
+            build_dataset(SORT.model_copy(update={"build": name}), seed=1, root=artifacts_root)
 
 
 def test_first_row_is_found_among_printed_lines(tmp_path, monkeypatch, artifacts_root):
     printing = "import atexit, sys\natexit.register(print, 'bye')\nsys.stdout.buffer.write(b'\\xff')\nprint('{}')\n"
-    (tmp_path / "loud_task.py").write_text(printing + "from data.multiplication import build, score\n")
+    (tmp_path / "loud_task.py").write_text(printing + "from data.sort_digits import build, score\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    row = first_row(TIMES.model_copy(update={"build": "loud_task:build"}), 1, artifacts_root)
-    assert row == first_row(TIMES, 1, artifacts_root)
+    row = first_row(SORT.model_copy(update={"build": "loud_task:build"}), 1, artifacts_root)
+    assert row == first_row(SORT, 1, artifacts_root)
 
 
 def test_rows_are_named_after_their_folder(tmp_path: Path) -> None:

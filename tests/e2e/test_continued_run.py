@@ -187,14 +187,14 @@ def test_a_mixture_resumes_with_the_same_numbers(tmp_path: Path) -> None:
             session.train(step)
     expected = steps_of(whole)
     assert steps_of(split) == expected
-    sources = ("all", "easy", "multiplication")
+    sources = ("all", "easy", "sort_digits")
     assert all(f"val-core/{source}/reward/mean_at_2" in step for step in expected.values() for source in sources)
     result = ValidationResult.read(whole.layout.validation / "after.json")
     assert (result.data_source, len(result.problems)) == ("all", 20)
     summary = result.metrics()
-    easy, times, both = (summary[f"val-core/{name}/reward/greedy"] for name in ("easy", "multiplication", "all"))
+    easy, times, both = (summary[f"val-core/{name}/reward/greedy"] for name in ("easy", "sort_digits", "all"))
     assert abs(both - (12 * easy + 8 * times) / 20) < 1e-12
-    assert list(result.by_source()) == ["easy", "multiplication"]
+    assert list(result.by_source()) == ["easy", "sort_digits"]
 
 
 def test_settings_that_may_change_and_others(undisturbed: SmallRun, tmp_path: Path) -> None:

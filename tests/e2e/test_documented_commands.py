@@ -106,7 +106,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (folder / name[1]).write_text(block)
             elif first.startswith("# millrace sweep"):
                 (folder / "my_sweep.yaml").write_text(block)
-    shutil.copy(REPOSITORY / "data" / "multiplication.py", folder / "my_task.py")
+    shutil.copy(REPOSITORY / "data" / "sort_digits.py", folder / "my_task.py")
     config = CONFIGS["qwen2-tied"]()
     config.max_position_embeddings, config.hidden_size = 4_096, 128  # heads of 32, which vLLM knows
     config.vocab_size, config.eos_token_id = write_tokenizer(folder / "model"), None  # the tokenizer's

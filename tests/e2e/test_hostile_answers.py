@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from data import countdown, gsm8k, math, multiplication
+from data import countdown, gsm8k, math, sort_digits
 
 REFERENCES = ("18", "7", "-3", "1000", "2.5")
 
@@ -171,11 +171,11 @@ def test_countdown_takes_nothing_but_the_numbers_once_and_the_target(form):
     assert countdown.score(right if form != "bare" else f"<answer> {right} </answer>", truth).total == 0.0
 
 
-def test_multiplication_takes_the_product_in_digits_alone():
-    truth = {"product": 144}
+def test_sort_digits_takes_single_digits_in_order_alone():
+    truth = {"digits": "1 4 4 7"}
     hostile = [
-        "12*12", "144 or 145", "144/1", "144e0", "144.0", "-144", "+144", "1,44", "14 4 5", "\uff11\uff14\uff14",
-        "144\u00b2", "", "x144",
+        "1447", "1 4 47", "1 4 7 4", "1 4 4 7 7", "1 4 4", "1 4 4 7.", "1, 4, 4, 7", "[1 4 4 7]", "01 4 4 7",
+        "1 4 4 +7", "\uff11 4 4 7", "1 4 4 7\u00b2", "", "7 4 4 1 = 1 4 4 7",
     ]
-    assert [text for text in hostile if multiplication.score(text, truth).total] == []
-    assert multiplication.score("1 4 4", truth).total == multiplication.score("144", truth).total == 1.0
+    assert [text for text in hostile if sort_digits.score(text, truth).total] == []
+    assert sort_digits.score(" 1 4\n4 7 ", truth).total == sort_digits.score("1 4 4 7", truth).total == 1.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from data import multiplication
+from data import sort_digits
 from flows import SOURCE_FOLDER
 from flows.work.trainer import TRAINER, trainer_variables
 from tests.data.openenv_servers import PAGE, any_server, block_of_the_page, failed, game_server, observed
@@ -23,7 +23,7 @@ MILLRACE = "from flows.cli import main; main()"
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """Return a folder with a task, and with modules named like modules of Millrace, Python and a package."""
-    (tmp_path / "products.py").write_text(Path(multiplication.__file__).read_text())
+    (tmp_path / "sorting.py").write_text(Path(sort_digits.__file__).read_text())
     for name in ("data", "queue", "pydantic"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('somebody else\\'s {name}.py')\n")
     return tmp_path
@@ -44,7 +44,7 @@ def run(project: Path, *words: str, settings: Sequence[str] = DEBUG) -> "subproc
 
 
 def test_rows_of_own_task_are_made(project: Path) -> None:
-    done = run(project, "data make", "data.build=products:build", "data.scorer=products:score")
+    done = run(project, "data make", "data.build=sorting:build", "data.scorer=sorting:score")
     assert (done.returncode, done.stderr) == (0, "")
     assert "filter: 20 train, 5 validation rows" in done.stdout
 
@@ -52,10 +52,10 @@ def test_rows_of_own_task_are_made(project: Path) -> None:
 def test_trainer_finds_own_modules(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", [*sys.path, project])  # as in notebooks; Python ignores a Path
-    program = "import data, products, pydantic, queue; print(data.__file__); print(products.__file__)"
+    program = "import data, sorting, pydantic, queue; print(data.__file__); print(sorting.__file__)"
     command = [sys.executable, *TRAINER[: TRAINER.index("-m")], "-c", program]
     done = subprocess.run(command, env=trainer_variables(None), capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(SOURCE_FOLDER / "data" / "__init__.py"), str(project / "products.py")]
+    assert done.stdout.split() == [str(SOURCE_FOLDER / "data" / "__init__.py"), str(project / "sorting.py")]
 
 
 ONE_STEP = ("tracking.enabled=false", "trainer.total_steps=1", "trainer.steps_per_chunk=1", "validation.every_steps=1")

@@ -34,7 +34,7 @@ def test_the_command_that_it_names_can_be_planned(kind, name, capsys):
     assert " ".join(command) == COMMANDS[kind].format(name=name)
     code = exit_code(lambda: app([*command[1:], "--dry-run"]))
     assert code == 0, capsys.readouterr().err
-    assert kind != "task" or "multiplication" not in Path(f"{name}.py").read_text()
+    assert kind != "task" or "sort_digits" not in Path(f"{name}.py").read_text()
 
 
 def test_project_runs_from_its_folder(empty_folder):

@@ -26,7 +26,7 @@ from tests.flows.conftest import changed
 OWN = """
 import os, time
 from rlcore.rollout.environment import Turn
-from data.multiplication import Message, Row, TaskRows
+from data.rows import Message, Row, TaskRows
 
 def right(response, truth):
     return float(response == "7")
@@ -102,7 +102,7 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
          r"algo\.policy_loss: .* got tried_out:loss, which raises TypeError: loss\(\) got"),
         (["data.train_size=4767", "data.validation_size=560"],
          "5,327 problems asked for, but only 5,326 exist with 3 numbers"),
-        (["data=custom", "data.train_size=5000", "data.validation_size=9"], "at most 4851 products exist, got 5009"),
+        (["data=custom", "data.train_size=11110000", "data.validation_size=9"], "at most 11110000 problems exist"),
         ([*OWN_BUILD[:2], "data.scorer=tried_out:wants_more"],
          "on response '7' to the task's first row, with ground truth 7: KeyError"),
         (["data=custom", "data.build=tried_out:raises"], "failed to make its first row: KeyError: 'words.txt'"),

@@ -30,7 +30,7 @@ from tests.flows.conftest import changed, commit
 
 TASK = """
 from pathlib import Path
-from data.multiplication import Message, Row, TaskRows
+from data.rows import Message, Row, TaskRows
 from mine_helper import digits
 
 def build(settings, seed):
