@@ -1,5 +1,6 @@
 """The Prefect flows of a single run (pipeline, report and validation), and the tasks that execute its stages."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,6 @@ from flows.parameters import (
     Seed,
     Steps,
     compose_settings,
-    experiment_name,
     flow_root,
     split_experiment,
 )
@@ -51,24 +51,10 @@ R = TypeVar("R")
 
 LAST_STAGE: Final = "report"  # last stage of a whole run
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
+GENERATED_NAME = re.compile(r"[a-z]+\d*-[a-z]+")
+"""The names that Prefect generates for flow runs, such as `impressive-vulture` or, on its page, `xi4-setlik`."""
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
 """The `millrace` commands that run an experiment up to a stage, by stage. For other stages, the command is `train`."""
-
-
-def flow_run_name() -> str:
-    """Return a name such as `filter/countdown_demo seed=2`.
-
-    The first word is the last stage to run. If the flow runs all its stages, the first word is the flow's name.
-    """
-    given = flow_run.parameters
-    seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
-    seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
-    return " ".join([f"{_flow_or_stage()}/{experiment_name(given.get('experiment'))}", *seed[:1]])
-
-
-def _flow_or_stage() -> str:
-    until: str = flow_run.parameters.get("until", LAST_STAGE)
-    return str(flow_run.flow_name) if until == LAST_STAGE else until
 
 
 CHECKED_SETTINGS: ContextVar[Any] = ContextVar("checked", default=None)
@@ -120,18 +106,23 @@ def log_settings(settings: RunSettings, verb: str) -> None:
 
     Log the command that does the same work without Prefect, and the settings that have no effect.
     """
-    name, what = run_id(settings.config), _flow_or_stage()
-    label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
+    until: str = flow_run.parameters.get("until", LAST_STAGE)
+    what = str(flow_run.flow_name) if until == LAST_STAGE else until
+    name = run_id(settings.config) if what == "pipeline" else f"{what} {run_id(settings.config)}"
+    label_flow_run(name, settings.config.name, settings.config.data.task)
     artifacts.log_command(join(settings.command(verb)))
     artifacts.log_unused_settings(settings.unused_settings())
 
 
 def label_flow_run(name: str, *tags: str) -> None:
-    """Name the current flow run and add tags to it."""
+    """Name the current flow run and add tags to it. If a user has named the flow run, `name` becomes a tag instead."""
+    is_generated = GENERATED_NAME.fullmatch(str(flow_run.name)) is not None
+    change: dict[str, Any] = {"name": name} if is_generated else {}
+    tags = tags if is_generated or flow_run.name == name else (*tags, name)
 
     def update() -> None:
         with get_client(sync_client=True) as client:
-            client.update_flow_run(UUID(flow_run.id), name=name, tags={*flow_run.tags, *tags})
+            client.update_flow_run(UUID(flow_run.id), tags={*flow_run.tags, *tags}, **change)
 
     artifacts.log_failure(update)
 
@@ -223,7 +214,7 @@ def run_checked(settings: RunSettings) -> chain.PipelineResult:
     return result
 
 
-@flow(name="pipeline", flow_run_name=flow_run_name)
+@flow(name="pipeline")
 def pipeline(
     experiment: Experiment = None,
     overrides: list[str] = NO_STRINGS,
@@ -246,7 +237,7 @@ def pipeline(
         learning_rate: The learning rate of the policy, such as 0.0003 or 1e-6.
         batch_size: The number of prompts per step.
         samples_per_prompt: The number of responses to each prompt. They form a group for GRPO.
-        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's workspace.
         until: The last stage to run.
     """
     settings: RunSettings = CHECKED_SETTINGS.get() or compose_settings(
@@ -286,7 +277,7 @@ def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None
             return result
 
 
-@flow(name="report", flow_run_name=flow_run_name)
+@flow(name="report")
 def report(
     experiment: Experiment = None, overrides: list[str] = NO_STRINGS, seed: Seed = None, root: Root = None
 ) -> ReportPage:
@@ -296,7 +287,7 @@ def report(
         experiment: A name in conf/experiment, or the path of a file on the worker's machine.
         overrides: Settings as on the command line.
         seed: The seed of the run.
-        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's workspace.
     """
     settings = compose_settings(overrides, experiment, seed=seed, root=flow_root(root))
     log_settings(settings, "report")
@@ -306,7 +297,7 @@ def report(
     return made
 
 
-@flow(name="validate", flow_run_name=flow_run_name)
+@flow(name="validate")
 def validate(
     experiment: Experiment = None,
     overrides: list[str] = NO_STRINGS,
@@ -321,7 +312,7 @@ def validate(
         overrides: Settings as on the command line, such as validation.samples_per_problem=8.
         seed: The seed of the run.
         checkpoint: start, last, best, a step, or the name of a checkpoint's folder, such as step-000040.
-        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's workspace.
     """
     settings = compose_settings(overrides, experiment, seed=seed, root=flow_root(root))
     log_settings(settings, "validate")

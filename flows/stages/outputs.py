@@ -33,7 +33,7 @@ class Validate(Stage[ValidationSummary]):
     checkpoint: str
 
     def title(self, run: OpenRun) -> str:
-        return f"validate/{run.title} {self.result_name(run.config)}"
+        return f"validate {run.title} {self.result_name(run.config)}"
 
     def result_name(self, config: RunConfig) -> str:
         """Return the name of the validation's result and its JSON file, for example `before` or `step-000040`."""
@@ -79,9 +79,6 @@ class Evaluate(Stage[list[ValidationResult]]):
 
     name = "evaluate"
     in_trainer = True
-
-    def title(self, run: OpenRun) -> str:
-        return f"eval/{run.title}"
 
     def status(self, run: OpenRun) -> StageStatus:
         is_known = self.find(run) is not None
@@ -238,9 +235,6 @@ class Report(Stage[ReportPage]):
     """The stage that writes the report, unless the existing report is up to date."""
 
     name = "report"
-
-    def title(self, run: OpenRun) -> str:
-        return f"report/{run.title}"
 
     def status(self, run: OpenRun) -> StageStatus:
         is_current = run.is_trained and find_report(run.layout) is not None

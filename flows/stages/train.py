@@ -13,6 +13,7 @@ from flows.progress import skipped_suffix
 from flows.stages.dataset import has_tokenizer, inputs_of, planned_rows
 from flows.stages.stage import Stage, StageStatus, Trial, remake_note
 from flows.work.open_run import OpenRun, checkpoint_store, committed_step, require_same_inputs
+from flows.work.protocol import Note
 from rlcore.config import MappedData, RunConfig, WarmStartConfig
 from rlcore.errors import ConfigError
 from rlcore.run.initial_policy import (
@@ -174,7 +175,7 @@ class Train(Stage[Chunk]):
         return [cls(start, min(start + size, total), start + size >= total) for start in range(0, total, size)]
 
     def title(self, run: OpenRun) -> str:
-        return f"train/{run.title} step {self.start}-{self.stop}"
+        return f"train {run.title} step {self.start}-{self.stop}"
 
     def status(self, run: OpenRun) -> StageStatus:
         place = run.layout.checkpoints
@@ -220,6 +221,8 @@ def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[
     Raises CheckpointError if the run began with other rows.
     """
     record_inputs(run)
+    if run.trainer.pid is None:
+        run.trainer.on_event(Note("starting the trainer process"))
     return run.trainer.call(command, **arguments)
 
 

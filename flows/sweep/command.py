@@ -62,7 +62,7 @@ def start_sweep(
     verbose: bool,
     on_workers: bool = False,
 ) -> None:
-    """Run a sweep, or show its plan. If `spec` is a mapping, it is first written to a file below the root.
+    """Run a sweep, or show its plan. If `spec` is a mapping, it is first written to a file in the workspace.
 
     The exit code is 1 if a point has failed.
     """

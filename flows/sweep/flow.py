@@ -193,18 +193,13 @@ def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: 
     return result
 
 
-def sweep_run_name() -> str:
-    """Return the name of the flow run, such as `sweep/debug_grid`."""
-    return f"{flow_run.flow_name}/{Path(flow_run.parameters['spec']).stem}"
-
-
 def cancel_children(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Cancel the child flow runs after the sweep's process has ended. Prefect calls this hook on a cancellation."""
     with get_client(sync_client=True) as client:
         _cancel_children(client, flow_run.id)
 
 
-@flow(name="sweep", flow_run_name=sweep_run_name, on_cancellation=[cancel_children])
+@flow(name="sweep", on_cancellation=[cancel_children])
 def sweep(
     spec: SpecName,
     overrides: list[str] = NO_STRINGS,
@@ -223,7 +218,7 @@ def sweep(
         max_steps: The largest number of training steps of this call. The default is the sweep's limit.
         max_hours: The time in hours after which this call begins no more runs. The default is the sweep's limit.
         on_workers: Send the points to the work pool as runs of the deployment sweep-child/sweep-point.
-        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's workspace.
     """
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     given = all_overrides(overrides, root=flow_root(root))
@@ -276,10 +271,10 @@ def train_member(mlflow_parent: str | None, member: Member, to_step: int, label:
     command, title = settings.command("train"), f"{experiment_name(settings.experiment)} {label}"
     log_command(join(command))
     with open_run(config, command, title) as run:
-        run_as_one_task(chain.stages_until(config, Train.name, to_step), run, f"train/{title} to step {to_step}")
+        run_as_one_task(chain.stages_until(config, Train.name, to_step), run, f"train {title} to step {to_step}")
 
 
-@flow(name="sweep-child", flow_run_name=sweep_run_name)
+@flow(name="sweep-child")
 def sweep_child(
     spec: SpecName, call: str, overrides: list[str] = NO_STRINGS, mlflow_parent: str | None = None, root: Root = None
 ) -> None:
@@ -290,9 +285,10 @@ def sweep_child(
         call: The id of the call of the sweep. The point uses the budget of this call.
         overrides: The settings that the sweep sets for all points.
         mlflow_parent: The MLflow run of the sweep, which is the parent of the point's runs.
-        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's workspace.
     """
     checked = load_checked_sweep(spec, all_overrides(overrides, root=flow_root(root)), Budget())
+    label_flow_run(f"point of {checked.sweep_id}", checked.spec.name, "sweep")
     with watch_flow_run():
         if error := SweepWorker(checked, partial(train_member, mlflow_parent), call).run(whole=False):
             raise MillraceError(error)

@@ -28,7 +28,7 @@ CLOSE_WAIT_S = 60.0  # seconds for an idle trainer to end its workers and delive
 TERMINATE_WAIT_S = 10.0  # seconds after a SIGTERM to a trainer without unsaved work
 DRAIN_WAIT_S = 1.0  # seconds for the replies of a dead process in the pipe
 NUM_LAST_LINES = 20  # lines of the log in the message about a lost process
-WAITS_FOR_SLOTS = "waits_for_slots"  # event of a run that waits for slots of its root
+WAITS_FOR_SLOTS = "waits_for_slots"  # event of a run that waits for slots of its workspace
 CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
@@ -180,7 +180,7 @@ class TrainerProcess:
             try:
                 if self._reason:
                     number = len(held.descriptors)
-                    self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the root now"))
+                    self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the workspace now"))
                     self._reason = ""
                 self._child = _Child(self._python, self._command, self._run_dir, held, self.lock)
             except BaseException:

@@ -166,11 +166,14 @@ def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
 
 def test_a_wrong_override_fails_the_run_and_is_notified(stack: Stack, hook: Hook) -> None:
     wrong = json.dumps(["trainer.totl_steps=5"])
-    watched = stack.prefect("deployment", "run", "pipeline/debug", "--watch", "-p", f"overrides={wrong}")
+    watched = stack.prefect(
+        "deployment", "run", "pipeline/debug", "--watch", "--flow-run-name", "my-run", "-p", f"overrides={wrong}"
+    )
     assert watched.returncode == 1
     assert "Did you mean trainer.total_steps?" in watched.stdout, "the reason is in the log"
     assert "Traceback" not in watched.stdout
     failed = stack.newest()
+    assert failed["name"] == "my-run"
     assert "Did you mean trainer.total_steps?" in failed["state"]["message"]
     assert failed["run_count"] == 1, "trying again would not help"
     wait_until(lambda: hook.heard(": Failed", "trainer.totl_steps"), "the hook receives the failure")
@@ -202,8 +205,12 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
 def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("defaults: [debug, _self_]\nname: again\n")
-    run = stack.start("pipeline/debug", experiment=str(own), total_steps=1, learning_rate=0.001)
-    assert stack.wait(run, "COMPLETED")["name"] == stack.run_dir("again").name
+    parameters = {"experiment": str(own), "total_steps": 1, "learning_rate": 0.001}
+    made = {"name": "my own name", "parameters": parameters}
+    run = stack.ask(f"deployments/{stack.deployment('pipeline/debug')['id']}/create_flow_run", made)["id"]
+    completed = stack.wait(run, "COMPLETED")
+    assert completed["name"] == "my own name"
+    assert stack.run_dir("again").name in completed["tags"]
     with suppress(psutil.NoSuchProcess):
         stack.process_of(run).wait()
     stack.set_state(run, RETRY)

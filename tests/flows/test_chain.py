@@ -67,13 +67,13 @@ def test_stages_run_in_order(config, with_report):
         ("dataset countdown", "dataset: 20 train, 5 validation rows", False),
         ("filter to 32 tokens", "filter: 20 train, 5 validation rows", False),
         ("warm-start debug", "warm start: reward 0.400 after 30 steps", True),
-        ("train/debug step 0-1", "train: step 0-1, reward 0.250", True),
-        ("train/debug step 1-2", "train: step 0-1, reward 0.250", True),
+        ("train debug step 0-1", "train: step 0-1, reward 0.250", True),
+        ("train debug step 1-2", "train: step 0-1, reward 0.250", True),
         ("export debug", "weights: step 2, skipped: done before", True),
-        ("validate/debug before", after, True),
-        ("validate/debug after", after, True),
+        ("validate debug before", after, True),
+        ("validate debug after", after, True),
         ("export debug best", "best weights: step 1", True),
-        *([("report/debug", "report: here, skipped: it is current", False)] if with_report else []),
+        *([("report debug", "report: here, skipped: it is current", False)] if with_report else []),
     ]
     assert len(record.rows) == 2
     assert record.end == (MADE["report"] if with_report else None, MADE["export"], MADE["export-best"])
@@ -99,7 +99,7 @@ def test_requested_validation_has_all_problems_and_a_separate_name(config, of_ru
     suites = (SuiteConfig(name="sums", data=config.data, max_problems=of_suite),)
     config = changed(config, "validation", suites=suites, max_problems=of_run)
     titles = [Validate(checkpoint).title(OpenRun(config)) for checkpoint in ("start", "last", "best", "step-000002")]
-    assert [title.removeprefix("validate/debug ") for title in titles] == ["before", "after", "best", name]
+    assert [title.removeprefix("validate debug ") for title in titles] == ["before", "after", "best", name]
 
 
 @dataclass(frozen=True)

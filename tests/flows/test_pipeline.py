@@ -67,9 +67,9 @@ def test_stages_and_chunks_are_tasks(first, api):
     assert {"debug", "countdown"} <= {*first["tags"]}
     tasks = api.filter("task_runs", flow_runs={"id": {"any_": [first["id"]]}}, sort="EXPECTED_START_TIME_ASC")
     assert [task["name"] for task in tasks] == [
-        "dataset countdown", "filter to 32 tokens", "warm-start debug", "train/debug step 0-20",
-        "train/debug step 20-40", "train/debug step 40-60", "export debug", "validate/debug before",
-        "validate/debug after", "export debug best", "report/debug",
+        "dataset countdown", "filter to 32 tokens", "warm-start debug", "train debug step 0-20",
+        "train debug step 20-40", "train debug step 40-60", "export debug", "validate debug before",
+        "validate debug after", "export debug best", "report debug",
     ]  # fmt: skip
     assert {task["state_type"] for task in tasks} == {"COMPLETED"}
 
@@ -254,7 +254,7 @@ def test_killed_trainer_restarts_with_equal_numbers(millrace, api, reference, tm
     (run,) = (one for one in api.filter("flow_runs") if root in one["parameters"].get("overrides", ()))
     second: dict[str, Any] = {
         "flow_runs": {"id": {"any_": [run["id"]]}},
-        "task_runs": {"name": {"any_": ["train/debug step 20-40"]}, "state": {"type": {"any_": ["COMPLETED"]}}},
+        "task_runs": {"name": {"any_": ["train debug step 20-40"]}, "state": {"type": {"any_": ["COMPLETED"]}}},
     }
     wait_until(lambda: bool(api.filter("task_runs", **second)), "the end of the second chunk")
     (chunk,) = api.filter("task_runs", **second)
@@ -417,8 +417,8 @@ def test_sft_evaluates_exports_and_reports(prefect_server, artifacts_root, api):
     assert re.search(changed_loss, done.out)
     tasks = api.filter("task_runs", flow_runs={"id": {"any_": [flow_run["id"]]}}, sort="EXPECTED_START_TIME_ASC")
     assert [task["name"] for task in tasks] == [
-        "dataset countdown", "suite sums", "filter to 32 tokens", "validate/debug before", "warm-start debug",
-        "validate/debug after", "export debug", "export debug best", "report/debug",
+        "dataset countdown", "suite sums", "filter to 32 tokens", "validate debug before", "warm-start debug",
+        "validate debug after", "export debug", "export debug best", "report debug",
     ]  # fmt: skip
     for name in ("before", "after"):
         assert ValidationResult.read(run_dir / "suites" / "sums" / f"{name}.json").problems
