@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlcore.algos.losses import PolicyLoss, PolicyLossFunction
 from rlcore.config.algo import ADVANTAGE_FUNCTIONS, POLICY_LOSSES, AlgoConfig
-from rlcore.config.problems import Problem, format_value, settings_error
+from rlcore.config.problems import Problem, did_you_mean, format_value, settings_error
 from rlcore.errors import ConfigError, TrialError, UserCodeError
 
 R = TypeVar("R")
@@ -88,7 +88,9 @@ def _wrong_options(function: Callable[..., Any], key: str, error: ValidationErro
         rule = detail["msg"].replace("Input should be", "must be")
         rule = {"extra_forbidden": "there is no such option", "missing": "is missing"}.get(detail["type"], rule)
         got = "nothing" if detail["type"] == "missing" else format_value(detail["input"])
-        found.append(Problem(f"{key}_options.{'.'.join(map(str, detail['loc']))}", rule, got, remedy))
+        option = ".".join(map(str, detail["loc"]))
+        near = did_you_mean(option, known) if detail["type"] == "extra_forbidden" else ""
+        found.append(Problem(f"{key}_options.{option}", rule, got, near + remedy))
     return found
 
 

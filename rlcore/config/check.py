@@ -86,7 +86,7 @@ def report_error(
             is_written = any(covers(written, name) or covers(name, written) for written in texts)
             _add_unknown(name, inner, settings, findings, in_files=not is_written)
     else:
-        findings.add(_value_problem(key, detail))
+        findings.add(_value_problem(key, detail, findings))
     remove_value(settings, path[:at])
 
 
@@ -121,7 +121,7 @@ def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: F
     findings.add(Problem(name, "there is no such setting", got, remedy), name, *([proposal] if proposal else []))
 
 
-def _value_problem(key: str, detail: ErrorDetails) -> Problem:
+def _value_problem(key: str, detail: ErrorDetails, findings: Findings) -> Problem:
     value = detail["input"]
     if detail["type"] in ("model_type", "model_attributes_type", "union_tag_invalid", "dict_type"):
         inside = sorted(name for name in all_keys() if name.startswith(f"{key}."))
@@ -134,7 +134,9 @@ def _value_problem(key: str, detail: ErrorDetails) -> Problem:
             remedy = "In YAML write it in quotes: 'off' without them is the boolean false. "
         else:
             remedy = did_you_mean(str(value), expected.replace("'", "").replace(" or ", ", ").split(", "))
-    return Problem(key, rule_text(detail), format_value(value), (remedy + _describe(key)).strip())
+    source, before = findings.sources.get(key), findings.values.get(key)
+    in_file = f", in {source} {format_value(before)}" if source and before != value else ""
+    return Problem(key, rule_text(detail), format_value(value), (remedy + _describe(key, in_file)).strip())
 
 
 def rule_text(detail: ErrorDetails) -> str:
@@ -143,12 +145,12 @@ def rule_text(detail: ErrorDetails) -> str:
     return text.replace("Input should be", "must be").replace("String should", "must")
 
 
-def _describe(key: str) -> str:
+def _describe(key: str, in_file: str = "") -> str:
     if key not in all_keys():
         return f"docs/settings.md describes {key if key in section_names() else 'every key'}"
     field_info = all_keys()[key][0]
     default = format_value(field_info.get_default(call_default_factory=True, validated_data={}))
-    return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default})"
+    return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default}{in_file})"
 
 
 def read_yaml(file: Path) -> dict[str, Any] | str:
@@ -190,7 +192,10 @@ def experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = (
     content = "builds on itself" if path.resolve() in above else read_yaml(path)
     if isinstance(content, str):
         names = ", ".join(group_members("experiment"))
-        remedy = f"Fix it, or name one of {names}; conf/experiment/debug.yaml shows the form"
+        similar = {file.stem: file.name for file in path.parent.glob("*.y*ml")} if is_path and not path.exists() else {}
+        near = nearest(path.stem, similar)
+        remedy = f"Did you mean {similar[near]}? " if near else ""
+        remedy += f"Fix it, or name one of {names}; conf/experiment/debug.yaml shows the form"
         wrong(content, f"{named} in {Path.cwd()}" if is_path and not path.is_absolute() else named, remedy)
         return []
     entries = content.pop("defaults", [])

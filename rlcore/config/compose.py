@@ -107,6 +107,7 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
         }
         kept = {key: value for key, value in file.keys.items() if key not in own}
         settings = check.as_plain(OmegaConf.merge(settings, kept))
+    findings.values = leaves(settings)
     config = _validate_settings(settings, request.values, findings)
     given = {key for written in request.values if not written.delete for key in written.names}
     in_file = leaves(files[-1].keys).keys() - given if files else frozenset()
@@ -206,6 +207,9 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
     key = override.key_or_group
     if not key:
         return Problem("override", "cannot be read (no key)", repr(text), "Write key=value")
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        rule = "Hydra's own settings (output folders, launchers, logging) are not supported"
+        return Problem(key, rule, repr(text), "Leave it out; paths.root sets the folder of the results")
     if override.package is not None or "/" in key:
         rule = "packages and group paths have no meaning here"
         return Problem(key, rule, repr(text), "Write the dotted key alone")
@@ -222,6 +226,9 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
     if not is_known and nearest(key, [*groups, *all_keys()]) in groups and not foreign_key_hint(key):
         remedy = f"Did you mean {nearest(key, groups)}={text.partition('=')[2]}?"
         return Problem(key, "there is no such setting", repr(text), remedy)
+    if override.is_add() and key in all_keys():
+        remedy = f"Write {text.removeprefix('+')}"
+        return Problem(key, "exists already, and + adds only new keys", repr(text), remedy)
     if key == "data.task":
         task = "countdown" if override.is_delete() else format_value(override.value())
         return Problem(key, "follows from the group", repr(text), f"Choose a task as a group: data={task}")

@@ -1,7 +1,7 @@
 """The mistakes in the settings, their messages, and hints such as the nearest key."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
@@ -40,6 +40,8 @@ class Findings:
     unreliable: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
     """The file that sets a value, by dotted key, and the file of a group's chosen option, by group."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The values without the overrides, by dotted key."""
 
     def add(self, problem: Problem, *unsound: str) -> None:
         """Add a problem unless it was added before. `unsound`: the keys that become unreliable (default: the problem's

@@ -211,7 +211,7 @@ NOT_SWEPT = {
     "name": "It names a run and changes nothing of it",
     "run_id": "It names a run and changes nothing of it",
     "tags": "They label a run and change nothing of it",
-    "paths": "All runs of a sweep have one root; set it for the sweep: paths.root=...",
+    "paths": "All runs of a sweep have one workspace; set it for the sweep: paths.root=...",
     "tracking": "All runs of a sweep are tracked in one place; set it for the sweep",
 }
 """The keys that a point must not set, each with the remedy."""

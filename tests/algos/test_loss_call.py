@@ -176,7 +176,8 @@ def test_custom_loss_gets_options_and_named_tensors(own: str) -> None:
     ("own", {"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
     ("own", {"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
     ("own", {"rounds": 1, "width": -1, "widht": 1}, r"2 problems in the settings:\n  1\. .*_options\.width"),
-    ("own", {"rounds": 1, "widht": 1}, r"options\.widht: there is no such option; got 1.* has width, rounds"),
+    ("own", {"rounds": 1, "widht": 1},
+     r"options\.widht: there is no such option; got 1\. Did you mean width\? .* has width, rounds"),
     ("sapo", {"tau": 1.0}, r"options\.tau: there is no such option.*sapo has tau_pos, tau_neg"),
     ("ppo_clip", {"tau": 1.0}, "ppo_clip has no options"),
 ])  # fmt: skip

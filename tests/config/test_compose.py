@@ -45,7 +45,7 @@ def test_override_changes_only_its_key():
 
 
 @pytest.mark.parametrize(("override", "key", "value"), [
-    ("+trainer.total_steps=5", "trainer.total_steps", 5), ("optim.lr=1", "optim.lr", 1.0),
+    ("++trainer.total_steps=5", "trainer.total_steps", 5), ("optim.lr=1", "optim.lr", 1.0),
     ("~optim.lr", "optim.lr", 1e-6), ("data.operations=[+,-,*]", "data.operations", ("+", "-", "*")),
     ("paths.root='a folder, with a comma'", "paths.root", "a folder, with a comma"),
     ("paths.root=2026", "paths.root", "2026"),
@@ -139,10 +139,13 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
     ("seed=1,2", "is a sweep over several values, and this is one run; got 'seed=1,2'. Add -m to millrace run for a "
      "grid over the values, or give one; a list is written key=[a,b]"),
     ("seed@x=1", "packages and group paths have no meaning here"),
-    ("conf/seed=1", "packages and group paths have no meaning here"), ("hydra.run.dir=x", "there is no such setting"),
+    ("conf/seed=1", "packages and group paths have no meaning here"),
+    ("hydra.run.dir=x", "Hydra's own settings (output folders, launchers, logging) are not supported"),
+    ("hydra/launcher=joblib", "Hydra's own settings (output folders, launchers, logging) are not supported"),
     ("rollout.n=4", "got 4. From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)"),
     ("beta=0.1", "From verl or TRL: algo.kl.where=loss algo.kl.coef, beta=0 is algo.kl.where=off (docs"),
     ("actor_rollout_ref.actor.clip_ratio_high=1", "From verl or TRL: algo.clip_low, algo.clip_high (docs"),
+    ("+seed=2", "seed: exists already, and + adds only new keys; got '+seed=2'. Write seed=2"),
     ("~sed", "there is no such key to delete; got ~sed. Did you mean seed?"),
     ("~tags.owner", "there is no such key to delete; got ~tags.owner."),
     ("~algo.kl", "is a section, and only single settings return to their defaults; got ~algo.kl. Set its keys, or "
@@ -155,7 +158,7 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
 def test_one_mistake_is_one_problem(override, expected):
     line = the_problem(override)
     assert expected in line
-    assert line.startswith(f"{override.lstrip('~').partition('=')[0].partition('@')[0]}: ")
+    assert line.startswith(f"{override.lstrip('~+').partition('=')[0].partition('@')[0]}: ")
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -287,10 +290,10 @@ def test_another_task_drops_inherited_keys(own_conf):
     config = load_config(["data=gsm8k", "model.path=some/model", "warm_start.enabled=false"], experiment=DEMO)
     assert config.data == Gsm8kData()
     assert load_config(["data=countdown"], experiment=DEMO) == load_config([], experiment=DEMO)
-    data = "data: {build: data.multiplication:build, scorer: data.multiplication:score}"
+    data = "data: {build: data.sort_digits:build, scorer: data.sort_digits:score}"
     (own_conf / "mine.yaml").write_text(f"defaults: [debug, override /data: custom, _self_]\n{data}\n")
     (own_conf / "more.yaml").write_text("defaults: [mine, _self_]\ndata: {train_size: 64}\n")
-    given = ["data.build=data.multiplication:build", "data.scorer=data.multiplication:score", "data=custom"]
+    given = ["data.build=data.sort_digits:build", "data.scorer=data.sort_digits:score", "data=custom"]
     assert load_config(["data=custom"], experiment="mine") == load_config(given, experiment="debug")
     assert load_config([], experiment="more") == load_config([*given, "data.train_size=64"], experiment="debug")
     back = load_config(["data=countdown"], experiment="more").data
@@ -315,6 +318,7 @@ def test_external_file_builds_on_relative_paths(tmp_path, monkeypatch):
     for wrong, problem in (("own.yaml", "builds on itself"), ("gone.yaml", "there is no such file")):
         own.write_text(f"defaults: [{wrong}, _self_]\nname: own\n")
         assert problem in the_problem(experiment=str(own))
+    assert "Did you mean own.yaml? Fix it, or name one of" in the_problem(experiment=str(own.with_suffix(".yml")))
     own.write_text("defaults: [below/middle.yaml, _self_]\nname: own\n")
     base.write_text("defaults: [_self_, debug]\noptim: {lr: 2e-5}\n")
     assert f"got _self_ before debug in {base}. Put _self_ behind debug" in the_problem(experiment=str(own))
