@@ -140,7 +140,7 @@ def open(run: str | Path, root: str | Path | None = None) -> Run:
 
 
 def runs(root: str | Path = "artifacts") -> list[Run]:
-    """Return all runs under a root folder, sorted by name. A run that cannot be read is skipped with a warning."""
+    """Return all runs in a workspace, sorted by name. A run that cannot be read is skipped with a warning."""
     found = []
     for folder in all_runs(Path(root)):
         try:

@@ -107,7 +107,7 @@ def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path 
 
 
 def flow_root(root: Root) -> Root:
-    """Return `root` if it is set. Otherwise return the root of the worker's stack, or None outside a worker."""
+    """Return `root` if it is set. Otherwise return the workspace of the worker's stack, or None outside a worker."""
     return root or os.environ.get(STACK_ROOT)
 
 

@@ -49,7 +49,7 @@ def complete_settings(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_runs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete the id of a run under the root."""
+    """Complete the id of a run in the workspace."""
     root = Path(ctx.params.get("root") or "artifacts")
     names = (file.parent.name for file in root.glob("runs/*/run.json"))
     return sorted(name for name in names if name.startswith(incomplete))
@@ -129,14 +129,14 @@ Runs = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, and stop.")]
 PlanAsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ROOT_HELP = "Folder of datasets, models, runs and databases; paths.root=DIR means the same."
+ROOT_HELP = "Workspace: the folder of datasets, models, runs and databases; paths.root=DIR means the same."
 Root = Annotated[Path, typer.Option(metavar="DIR", help=ROOT_HELP, parser=root_folder)]
 ARTIFACTS = Path("artifacts")
 OptionalRoot = Annotated[
     Path | None, typer.Option("--root", metavar="DIR", help=ROOT_HELP, show_default="artifacts", parser=root_folder)
 ]
-"""The option `--root` of commands whose settings may also name the root."""
-Uri = Annotated[str | None, typer.Option(help="MLflow store (tracking.uri); default: the one under the root.")]
+"""The option `--root` of commands whose settings may also name the workspace."""
+Uri = Annotated[str | None, typer.Option(help="MLflow store (tracking.uri); default: the one in the workspace.")]
 Fork = Annotated[
     str | None,
     typer.Option(

@@ -290,6 +290,10 @@ def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectAp
     if api.server is None:
         return [*lines, f"  Prefect  {api.url.removesuffix('/api')}"]
     if api.server.home == root / "prefect":
+        from flows.stack.state import read_stack
+
+        if (started := read_stack(root).running_service("prefect")) is not None:  # since the run's start
+            return [*lines, f"  Prefect  {started.url}"]
         return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))}')}"]
     server = with_program_path("prefect server start")
     return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.server.home))} {server}"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlcore.storage.locks import Holder
 
 POLL_S = 0.2
-MAX_SLOTS = 1_024  # each slot of a root is a lock on a file
+MAX_SLOTS = 1_024  # each slot of a workspace is a lock on a file
 STATES = ("running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun")
 """The values of `flows.work.runs.State`. They are repeated here, because the import of that module is slow."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -46,7 +46,7 @@ def runs(
     as_json: AsJson = False,
     root: Root = ARTIFACTS,
 ) -> None:
-    """List the runs of a root with state, step, score, age and size. A note explains why a run waits or failed.
+    """List the runs of a workspace with state, step, score, age and size. A note explains why a run waits or failed.
 
     Examples:
       millrace runs
@@ -69,7 +69,7 @@ def runs(
         return
     if not found:
         such = "such " if names or states else ""
-        print(f"{root / 'runs'}: no {such}run; --root names another root", file=sys.stderr)
+        print(f"{root / 'runs'}: no {such}run; --root names another workspace", file=sys.stderr)
         return
     rows = []
     for one in found:
@@ -225,7 +225,7 @@ def slots(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show or set the slots of a root, and list the runs that hold or await slots. Each rank needs a slot to train.
+    """Show or set the slots of a workspace, and list the runs that hold or await slots. A rank needs a slot to train.
 
     Examples:
       millrace slots

@@ -35,7 +35,7 @@ def up(
 ) -> None:
     """Start Prefect, MLflow and a worker on this machine, and apply the deployments.
 
-    The databases are files under the root. For other databases, set PREFECT_API_DATABASE_CONNECTION_URL and
+    The databases are files in the workspace. For other databases, set PREFECT_API_DATABASE_CONNECTION_URL and
     MLFLOW_BACKEND_STORE_URI (docs/stack.md).
 
     Examples:
@@ -78,7 +78,7 @@ def metrics(
         typer.Option(metavar="FILE", help="Replace this file, for node_exporter's textfile collector."),
     ] = None,
 ) -> None:
-    """Print metrics of a root (runs, steps, speed, slots, services, disk space) in Prometheus's text format.
+    """Print metrics of a workspace (runs, steps, speed, slots, services, disk space) in Prometheus's text format.
 
     Examples:
       millrace metrics
@@ -94,7 +94,7 @@ def metrics(
 
 
 def prometheus_text(root: Path) -> str:
-    """Return metrics of a root's runs, slots, services and disk in Prometheus's text format.
+    """Return metrics of a workspace's runs, slots, services and disk in Prometheus's text format.
 
     Each run that is running, waiting or stopping has separate metrics. Other runs are only counted by state.
     """
@@ -132,7 +132,7 @@ def prometheus_text(root: Path) -> str:
     up = gauge("service_up", "1 if a service of millrace up answers, otherwise 0.", "service")
     for service, found in service_states(root):
         up.labels(service.name).set(found == "up")
-    gauge("disk_free_bytes", "Free space on the file system of the root.").set(free_bytes(root))
+    gauge("disk_free_bytes", "Free space on the file system of the workspace.").set(free_bytes(root))
     return generate_latest(registry).decode()
 
 
@@ -179,7 +179,7 @@ def deploy(
     if read_stack(at).prefect_api_url != api.url:
         raise MillraceError(
             f"PREFECT_API_URL: {api.url} is not the server of the stack under {at}, whose workers would run the "
-            "deployment. Unset it, or name that stack's root by --root."
+            "deployment. Unset it, or name that stack's workspace by --root."
         )
     from flows.stack.deploy import FLOW, apply_user_deployment, schedule_of  # imports Prefect with this address
 
@@ -189,7 +189,7 @@ def deploy(
     deployment_id = apply_user_deployment(composed, deployment, schedule)
     when = f", {cron} ({timezone})" if cron else ""
     page = f"{api.url.removesuffix('/api')}/deployments/deployment/{deployment_id}"
-    print(f"deployment {deployment}{when}, root {at}: {page}")
+    print(f"deployment {deployment}{when}, workspace {at}: {page}")
     print(with_program_path(f"prefect deployment run {quote(deployment)} --watch"))
     if own := os.environ.get(CONFIG_DIR_VARIABLE):
         print(

@@ -229,7 +229,7 @@ def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
 
 
 def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return `pages` with the address of the root's running MLflow server in place of the default local address.
+    """Return `pages` with the address of the workspace's running MLflow server in place of the default local address.
 
     If no server runs, the text of the last page also names the command that starts one.
     """
@@ -278,7 +278,7 @@ def ui(
     root: Root = ARTIFACTS,
     port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Port of the page; default: a free one.")] = None,
 ) -> None:
-    """Serve MLflow's pages for a root's runs, and a page with their responses, until the command is interrupted.
+    """Serve MLflow's pages for a workspace's runs, and a page with their responses, until the command is interrupted.
 
     Examples:
       millrace ui --port 5000
@@ -309,7 +309,7 @@ def ui(
         raise ConfigError(f"--port {port}: is in use on this machine. Name another one, or leave it out.")
     database = mlflow_database(root)
     if not has_store(database):
-        raise ConfigError(f"--root {root}: holds no MLflow store. Run an experiment there, or name another root.")
+        raise ConfigError(f"--root {root}: holds no MLflow store. Run an experiment there, or name another workspace.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = start_mlflow(root, port, StackState(), tether=True)
     process = server.process()

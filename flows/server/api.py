@@ -1,6 +1,6 @@
 """The choice and start of a command's Prefect server. Call these functions before Prefect is imported.
 
-A command uses the server of `PREFECT_API_URL`, or else the running server of `millrace up` under the same root. If
+A command uses the server of `PREFECT_API_URL`, or else the running server of `millrace up` of the same workspace. If
 neither exists, the command starts a server that ends with the command. The database of this server is in
 `<root>/prefect`.
 """
@@ -148,7 +148,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """Return the server of `PREFECT_API_URL`, or else the running server recorded under the root.
+    """Return the server of `PREFECT_API_URL`, or else the running server recorded in the workspace.
     Set the login of the recorded server. Raises MillraceError if the server of `PREFECT_API_URL` cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")

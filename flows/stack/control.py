@@ -187,6 +187,7 @@ def _start(root: Path, state: StackState, name: str, start: Callable[[StackState
     """Start a service unless it is running. Record it immediately, so that `down` can stop it after an error."""
     if state.running_service(name) is not None:
         return state
+    print(f"starting {name} ...", flush=True)
     others = tuple(service for service in state.services if service.name != name)
     state = replace(state, services=(*others, start(state)))
     write_stack(root, state)

@@ -1,4 +1,4 @@
-"""The page with the recorded responses of a root. MLflow's server serves the page and requires its login.
+"""The page with the recorded responses of a workspace. MLflow's server serves the page and requires its login.
 
     GET /answers/                     the page
     GET /answers/runs                 the names of the runs with recorded responses
@@ -66,7 +66,7 @@ def with_responses(root: Path, app: ASGIApp) -> ASGIApp:
 
 
 class _Runs:
-    """The runs of a root, with a method for each request about their responses."""
+    """The runs of a workspace, with a method for each request about their responses."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -86,7 +86,7 @@ class _Runs:
         found = found or [folder for folder in folders if name and folder.name.startswith(name)]
         if len(found) == 1:
             return RunLayout(self._root, found[0])
-        why = "is a prefix of several runs" if found else "is none of this root"
+        why = "is a prefix of several runs" if found else "is none of this workspace"
         raise DataError(f"run {name!r}: {why}")
 
     def find(self, request: Request) -> Response:

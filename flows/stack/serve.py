@@ -111,7 +111,7 @@ class SlotsLimit:
     """An ASGI application in front of Prefect's server. It lets Prefect's pages show the trainer slots in use.
 
     Before a client reads concurrency limits, it updates the limit `millrace-slots`. Prefect only displays this limit.
-    Trainers reserve their slots by locked files under the root.
+    Trainers reserve their slots by locked files in the workspace.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:

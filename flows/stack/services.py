@@ -153,7 +153,7 @@ def _start(
     ready_url: str = "",
     tether: bool = False,
 ) -> Service:
-    """Start a service with a log file under the root.
+    """Start a service with a log file in the workspace.
 
     The service does not inherit the addresses of databases, which may contain passwords. Only the server that uses a
     database gets its address, in `environment`.
@@ -269,7 +269,7 @@ def stop_flows(flows: Sequence[psutil.Process]) -> None:
 
 
 def flow_runs(root: Path) -> list[psutil.Process]:
-    """Return the processes of all flow runs that workers of this root have started, even if the workers have ended."""
+    """Return the processes of all flow runs that workers of this workspace have started. The workers may have ended."""
     found, home = [], str(root / "prefect")
     for process in psutil.process_iter():
         with suppress(psutil.Error):

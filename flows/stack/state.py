@@ -1,4 +1,4 @@
-"""The record of a stack (`stack.json` under its root), and the addresses and login that runs under the root use.
+"""The record of a stack (`stack.json` in its workspace), and the addresses and login that runs in the workspace use.
 
 A process is identified by its id and start time. The login is one line `millrace:<random>` in a file that
 only its owner can read. It is passed in the environment, because every user can read a command line or `stack.json`.
@@ -90,7 +90,7 @@ _STATE = TypeAdapter(StackState)
 
 
 def read_stack(root: Path) -> StackState:
-    """Return the record of a root's stack, or an empty record if there is no file or if the folder was copied or moved.
+    """Return the record of a workspace's stack, or an empty record if there is none or the folder was copied or moved.
     Raises MillraceError if the file is damaged or has another format.
     """
     path = root / STATE_FILE
@@ -126,12 +126,12 @@ def prefect_database(home: Path) -> str:
 
 
 def mlflow_database(root: Path) -> str:
-    """Return the address of the MLflow server's database. The default is a file under the root."""
+    """Return the address of the MLflow server's database. The default is a file in the workspace."""
     return os.environ.get(MLFLOW_DATABASE) or default_mlflow_database(root)
 
 
 def default_mlflow_database(root: Path) -> str:
-    """Return the address of the MLflow store under the root, which runs use by default."""
+    """Return the address of the MLflow store in the workspace, which runs use by default."""
     return sqlite_address(root / "mlflow.db")
 
 
@@ -144,12 +144,12 @@ def served_mlflow(uri: str, root: Path) -> str:
 
 FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"  # the id of the flow run, in a process that a worker has started
 FLOW_RUN_COMMAND = "-m prefect.engine"  # the end of the command line of such a process
-STACK_ROOT = "MILLRACE_STACK"  # the root of a stack, which is the default root of runs in its flows
+STACK_ROOT = "MILLRACE_STACK"  # the workspace of a stack, which is the default for runs in its flows
 
 
 def stack_tracking_uri(root: Path) -> str | None:
     """Return the address of the stack's MLflow server, and set its login in the environment. Return None if runs use
-    the MLflow file under the root.
+    the MLflow file in the workspace.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
@@ -197,7 +197,7 @@ def with_stack_tracking(config: RunConfig) -> RunConfig:
 ONE_COMMAND = "one-command"
 MLFLOW_APP = "millrace"  # our application in the option `--app-name` of `mlflow server`
 MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
-RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"  # the root of the responses on MLflow's server, see `flows.stack.responses`
+RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"  # the workspace of the responses on MLflow's server (`flows.stack.responses`)
 
 SECRET_FILE = "stack-secret"
 USER = "millrace"
@@ -211,8 +211,8 @@ def new_login() -> str:
 
 
 def root_login(root: Path) -> str:
-    """Return the login of this root's servers. The first call creates the login. Raises MillraceError if another user
-    can read the login's file or has written it.
+    """Return the login of this workspace's servers. The first call creates the login. Raises MillraceError if another
+    user can read the login's file or has written it.
     """
     path = root / SECRET_FILE
     if not path.exists():
@@ -224,8 +224,8 @@ def root_login(root: Path) -> str:
             login = file.read().strip()
     except PermissionError as error:
         raise MillraceError(
-            f"{path}: may not be read: another user has started a stack under {root}. Name another root by --root, or "
-            "paths.root."
+            f"{path}: may not be read: another user has started a stack under {root}. Name another workspace by --root "
+            "or paths.root."
         ) from error
     if found.st_mode & 0o077 or found.st_uid != os.geteuid() or not login.startswith(f"{USER}:"):
         raise MillraceError(

@@ -53,7 +53,7 @@ def check_run(settings: RunSettings) -> None:
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """Check that custom functions can be imported, local models can be trained, and the root can be written."""
+    """Check that custom functions can be imported, local models can be trained, and the workspace can be written."""
     _require_functions(config)
     tokens = _tokens(config)
     for key, path in model_paths(config).items():
@@ -75,7 +75,7 @@ def _tokens(config: RunConfig) -> dict[str, int]:
 
 
 def require_root(root: Path) -> None:
-    """Check that files can be created under a root, which may not exist yet. Raises DataError with the reason."""
+    """Check that files can be created in a workspace, which may not exist yet. Raises DataError with the reason."""
     there = nearest_existing(root)
     try:
         with TemporaryFile(dir=there):  # permissions are not enough: no user can create a file in /proc

@@ -148,7 +148,7 @@ def log_start(
 
     store, mlflow_run, config, layout = page.store, page.id, run.config, run.layout
     described = environment_facts(run_versions(config.runtime.python))
-    facts = {f"env.{name}": value for name, value in described.items()}
+    facts = {f"env.{name}": value for name, value in described.items() if name != "host"}  # another tag has it
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_for_run(config).fingerprint})
     store.log_params(mlflow_run, run.origin.settings.model_dump(mode="json"))  # as the trainer has them
     store.client.log_text(mlflow_run, _masked(to_yaml(run.origin.settings)), "config/settings.yaml")

@@ -262,7 +262,7 @@ class OpenRun:
 
 
 def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
-    """Return the settings with an absolute root, MLflow store and interpreter, so that they are valid in any folder."""
+    """Return the settings with absolute workspace, MLflow store and interpreter, valid in any folder."""
     tracking = config.tracking
     if tracking.uri is not None:
         tracking = tracking.model_copy(update={"uri": resolve_uri(tracking, layout.root)})

@@ -1,4 +1,4 @@
-"""The runs under a root folder: status, lookup by name or id, comparison, and upload of their metrics to MLflow."""
+"""The runs in a workspace: status, lookup by name or id, comparison, and upload of their metrics to MLflow."""
 
 import logging
 import os
@@ -207,7 +207,7 @@ MAX_NAMES = 8  # largest number of run ids in a message
 
 
 def all_runs(root: Path) -> list[Path]:
-    """Return the folders of all runs under a root, sorted by name."""
+    """Return the folders of all runs in a workspace, sorted by name."""
     return sorted(file.parent for file in files_of(root / "runs", f"*/{RUN_FILE}"))
 
 
@@ -232,7 +232,7 @@ def _find_folder(name: str, root: Path) -> Path:
         names += f" and {len(meant) - MAX_NAMES} more (millrace runs lists them)"
     problem = "is a prefix of several run ids" if found else "is neither the folder nor the id of a run"
     raise NotFoundError(
-        f"{name}: {problem}; {root / 'runs'} has: {names}. Name one of them, or another root (--root or paths.root)."
+        f"{name}: {problem}; {root / 'runs'} has: {names}. Name one of them, or another workspace (--root, paths.root)."
     )
 
 
@@ -382,7 +382,7 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the address of the MLflow store of the root that contains the run's folder.
+    """Return the address of the MLflow store of the workspace that contains the run's folder.
 
     Return None if the run's metrics belong in the store that the run used when it was last started (`begun_with`).
     """
@@ -399,7 +399,7 @@ def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
     if not is_file or sqlite_file(store.uri).resolve() == sqlite_file(begun_with.uri).resolve():
         return None
     try:
-        _ = store.experiment_id  # a missing experiment is created with its artifacts under this root
+        _ = store.experiment_id  # a missing experiment is created with its artifacts in this workspace
     except Exception as error:
         raise TrackingError(f"{folder}: not delivered: {explain_error(error, store.uri)}") from error
     return store.uri

@@ -1,4 +1,4 @@
-"""The slots of a root folder, which limit the number of concurrent trainers, and the queue of runs that wait for slots.
+"""The slots of a workspace, which limit the number of concurrent trainers, and the queue of runs that wait for slots.
 
 A slot is a locked file. The trainer process inherits the lock, so the kernel frees the slot when the flow and its
 trainer have ended. A run in the queue also locks a file, which shows that the run still waits. Runs are served by
@@ -56,8 +56,8 @@ _DEVICES = TypeAdapter(tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """The slots of a root at one moment. `devices`: the device of each slot, '' on a CPU. `holders`: the request that
-    holds each used slot, by the number of the slot. `waiting`: the waiting requests in the order of service."""
+    """The slots of a workspace at one moment. `devices`: the device of each slot, '' on a CPU. `holders`: the request
+    that holds each used slot, by the number of the slot. `waiting`: the waiting requests in the order of service."""
 
     devices: tuple[str, ...]
     holders: Mapping[int, SlotRequest]
@@ -88,14 +88,14 @@ class SlotState:
 
 
 class Slots:
-    """The slots of a root, which are stored as files."""
+    """The slots of a workspace, which are stored as files."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root / "slots"
         self._file = self.folder / "slots.json"
 
     def devices(self) -> tuple[str, ...]:
-        """Return the device of each slot, or () if the root has no slots. Without slots, trainers are not limited."""
+        """Return the device of each slot, or () if the workspace has no slots, which means no limit of trainers."""
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
@@ -104,12 +104,12 @@ class Slots:
             raise DataError(f"{self._file}: is damaged. Write it again with `millrace slots --set N`.") from error
 
     def require(self, number: int) -> None:
-        """Raise ConfigError if a run needs more slots than the root has, because the run would wait forever."""
+        """Raise ConfigError if a run needs more slots than the workspace has, because the run would wait forever."""
         devices = self.devices()
         if devices and number > len(devices):
             raise ConfigError(
                 f"runtime.num_workers: must be at most the slots of {self.folder.parent}, which has {len(devices)}; "
-                f"got {number}. Use fewer workers, or give the root more slots (millrace slots --set N)"
+                f"got {number}. Use fewer workers, or give the workspace more slots (millrace slots --set N)"
             )
 
     def set_devices(self, devices: Sequence[str]) -> None:
@@ -154,7 +154,7 @@ class Slots:
 
     def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
         """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason for the wait. An
-        exception from `on_wait` ends the wait. Raises ConfigError as soon as the root has fewer slots than requested.
+        exception from `on_wait` ends the wait. Raises ConfigError when the workspace has fewer slots than requested.
         """
         if not self.devices():
             return HeldSlots(self, request, {}, ())

@@ -135,8 +135,8 @@ def comparison_findings(runs: Runs, groups: Groups) -> Iterator[Finding]:
     for label, group in groups.items():
         found = _reward_of(group)
         if found is not None and found.num_seeds > 1:
-            ends = f"{fixed(found.lowest)} to {fixed(found.highest)}"
-            text = f"{label}: {group[0].reward_statistic} {fixed(found.mean.value)}, {ends}."
+            ends = f"from {fixed(found.lowest)} to {fixed(found.highest)}"
+            text = f"{label}: mean {group[0].reward_statistic} {fixed(found.mean.value)}, seeds {ends}."
             yield Finding("Over seeds", f"{found.num_seeds} seeds", "", text, rule, {label: asdict(found)})
     if len(groups) > 1:
         yield _best(groups)
@@ -155,6 +155,8 @@ def _best(groups: Groups) -> Finding:
     (first, best), (second, next_best), *_ = sorted(found.items(), key=lambda pair: -pair[1].mean.value)
     means = {label: asdict(spread.mean) for label, spread in found.items()}
     text = f"{first} has {fixed(best.mean.value)}, and {second} has {fixed(next_best.mean.value)}"
+    if unfinished := [label for label in (first, second) if not all(run.is_complete for run in groups[label])]:
+        text += f" (not finished: {', '.join(unfinished)})"
     if min(best.num_seeds, next_best.num_seeds) < MIN_RUNS:
         text += "; a comparison of settings needs at least two seeds of each."
         return finding("one seed is too few", "watch", text, numbers=means)

@@ -13,6 +13,7 @@ from rlcore.report.record import RunRecord
 from rlcore.report.run_sections import PHASES, mean_phases
 
 SMALLEST_CHANGE = 0.01  # of the score range: a smaller change over a third of the run is ignored
+LARGEST_DRIFT = 0.05  # of the score range: the interval of a converged reward's change stays below it
 MIN_PROBLEMS = 6  # fewer may all improve by chance with a probability over 5% (2 x 0.5^5 = 0.06)
 LARGEST_EQUAL_SHARE = 0.5  # above this, most prompts of a batch give no gradient
 LARGEST_GAP = 0.1  # of the score range: training reward minus held-out reward
@@ -56,7 +57,8 @@ def learning_finding(record: RunRecord) -> Finding:
 def convergence_finding(record: RunRecord) -> Finding:
     """Return a finding about whether the training reward has stopped changing."""
     rule = "Least-squares trend of the training reward over the last third of the steps: still changing if its 95% "
-    rule += f"interval excludes 0 and its size is at least {SMALLEST_CHANGE:g} of the score range; otherwise converged."
+    rule += f"interval excludes 0 and its size is at least {SMALLEST_CHANGE:g} of the score range; converged if the "
+    rule += f"interval is within {LARGEST_DRIFT:g} of the score range around 0; otherwise unclear."
     finding = partial(Finding, "Converged", rule=rule)
     series = record.series("critic/score/mean")
     trend = None if series is None else trend_of(series)
@@ -68,6 +70,8 @@ def convergence_finding(record: RunRecord) -> Finding:
     verdict, text = "still rising", f"was still rising: {shown}. More steps would likely help"
     if not trend.excludes_zero or abs(trend.value) < SMALLEST_CHANGE * score_range(record):
         verdict, tone, text = "yes", "good", f"no longer changes: {shown}"
+        if max(-trend.low, trend.high) > LARGEST_DRIFT * score_range(record):
+            verdict, tone, text = "unclear", "watch", f"may still change: {shown}. More steps would show it"
     elif trend.value < 0:
         verdict, tone, text = "falling", "bad", f"was falling: {shown}"
     values: dict[str, JsonValue] = {"change": asdict(trend), "num_steps": num_steps}

@@ -35,6 +35,7 @@ CLIENT_ENVIRONMENT = {
     # Millrace truncates long values itself, with a mark.
     "MLFLOW_TRUNCATE_LONG_VALUES": "false",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
 }
 """Defaults of environment variables, set before mlflow is imported."""
 
@@ -108,7 +109,7 @@ _EXPLANATIONS = {
     "Max retries exceeded|Connection refused|Connection aborted|timed out": "the server cannot be reached or does not "
     "answer ({kind})",
     "error code 401": "the server requires a login, which is missing or wrong. Set MLFLOW_TRACKING_USERNAME and "
-    "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root",
+    "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret in its workspace",
     "": "{kind}: {text:.300}",
 }
 """The explanations of MLflow's errors. The first key (a regular expression) that matches the error's text is used."""

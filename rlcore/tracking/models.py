@@ -16,7 +16,7 @@ from rlcore.errors import TrackingError
 from rlcore.models.shape import is_plain_tokenizer
 from rlcore.score import HELD_OUT_REWARD
 from rlcore.tracking.connection import mlflow_name
-from rlcore.tracking.mlflow_store import MlflowStore, milliseconds
+from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore, milliseconds
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -27,7 +27,10 @@ Alias = Literal["best", "last"]
 ALIASES: tuple[Alias, ...] = ("best", "last")
 Kind = Literal["checkpoint", "transformers"]
 """The model types in MLflow. A checkpoint's files are not copied into MLflow, which cannot load sharded weights."""
+KIND_NAMES: dict[Kind, str] = {"checkpoint": "Checkpoint", "transformers": "Weights"}
 EXTERNAL = "mlflow.model.isExternal"  # MLflow's tag for a model whose files are stored elsewhere
+MODEL_PARAMS = ("algo.advantage", "data.task", "model.path", "optim.lr", "rollout.samples_per_prompt", "seed")
+"""The settings of the run that a model's page in MLflow shows as parameters."""
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")  # not copied to the tokenizer's folder
 
 
@@ -65,7 +68,12 @@ def log_model(
     for model in models_of(client, experiment_id, run_id):
         if (model.name, model.tags.get("step")) == (name, str(step)):
             return str(model.model_id)
-    made = client.create_logged_model(experiment_id, name=name, source_run_id=run_id, tags=tags, model_type=kind)
+    run = client.get_run(run_id)
+    tags |= {NOTE_TAG: f"{KIND_NAMES[kind]} of run {run.info.run_name} after step {step}."}
+    params = {key: run.data.params[key] for key in MODEL_PARAMS if key in run.data.params}
+    made = client.create_logged_model(
+        experiment_id, name=name, source_run_id=run_id, tags=tags, params=params, model_type=kind
+    )
     model_id = str(made.model_id)
     if kind == "transformers" and (max_bytes is None or num_bytes <= max_bytes):
         _upload(client, model_id, path, num_bytes, versions)

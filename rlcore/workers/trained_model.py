@@ -129,9 +129,11 @@ class MicroBatchRunner:
         return retries
 
     def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
-        """Call `work` with the sequence indices of all micro-batches. If memory runs out, a single rank repeats the
-        call with more micro-batches, and several ranks raise RankMemoryError. Raises DeviceMemoryError if memory runs
-        out with one sequence per micro-batch."""
+        """Call `work` with the sequence indices of all micro-batches.
+
+        If memory runs out in a run with one rank, the call is repeated with more micro-batches. In a run with several
+        ranks, RankMemoryError is raised. Raises DeviceMemoryError if memory runs out with one sequence per
+        micro-batch."""
         while True:
             number = min(num_micro * self.factor, batch.num_sequences)
             parts = micro_batches(batch, number, self._shape, share_prompts=self._share_prompts)

@@ -86,7 +86,9 @@ def test_the_first_run(tmp_path: Path) -> None:
     other_words = {"--step 100": "--step 2", " --push OWNER/NAME": ""}  # uploads: tests/flows/work/test_weights.py
     reported = go_through("get-started.md", tmp_path, {"millrace run ": BRIEF}, other_words)
     compared = reported["millrace compare countdown_demo-s1 countdown_demo-s2"]
-    assert re.search(r"Over seeds: countdown_demo: reward/mean_at_4 [\d.]+, [\d.]+ to [\d.]+\.", compared), compared
+    assert re.search(
+        r"Over seeds: countdown_demo: mean reward/mean_at_4 [\d.]+, seeds from [\d.]+ to [\d.]+\.", compared
+    ), compared
     assert re.search(r"countdown_demo-s2-\w+ minus countdown_demo-s1-\w+: \S+ \[\S+, \S+\]", compared), compared
     rows = [
         [(problem["prompt_text"], problem["ground_truth_json"]) for problem in json.loads(file.read_text())["problems"]]

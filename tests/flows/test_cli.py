@@ -253,7 +253,7 @@ def test_tab_completes_every_setting_group_and_sort_key():
     ],
 )
 def test_bash_completes_without_a_space_after_an_equals_sign(tmp_path, monkeypatch, capsys, typed, completed):
-    """The line and a tab are typed into an interactive bash of its own."""
+    """The line and a tab are typed into a new interactive bash."""
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     with pytest.raises(SystemExit):
         app(["--show-completion", "bash"], prog_name="millrace")

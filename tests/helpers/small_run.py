@@ -93,7 +93,7 @@ def other_model(root: Path, scratch: ScratchModel) -> Path:
 
 
 def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
-    """Make each stage as a run under this root does, for tests of the stages."""
+    """Make each stage as a run in this workspace does, for tests of the stages."""
     config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
     dataset = build_dataset(config.data, seed=config.data.seed, root=root)
     tokenizer = ensure_tokenizer(config)

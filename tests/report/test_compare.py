@@ -143,9 +143,9 @@ def test_seed_table_and_finding(run_dirs, comparison):
     last = [read_run(folder).held_out("reward/mean_at_4")[-1][1].value for folder in run_dirs[:2]]
     row = next(row for row in table(comparison, "seeds") if row["Metric"] == "reward/mean_at_4")
     assert row["Seeds"] == 2
-    ends = f"{statistics.fmean(last):.3f}, {min(last):.3f} to {max(last):.3f}"
+    ends = f"{statistics.fmean(last):.3f}, seeds from {min(last):.3f} to {max(last):.3f}"
     statements = [found["statement"] for found in json.loads(comparison.json.read_text())["findings"]]
-    assert statements[0] == f"optim.lr=0.0003: reward/mean_at_4 {ends}."
+    assert statements[0] == f"optim.lr=0.0003: mean reward/mean_at_4 {ends}."
     assert row["Mean"]["value"] == pytest.approx(statistics.fmean(last))
     assert row["Deviation"] == pytest.approx(statistics.stdev(last))
     assert row["Mean"]["high"] - row["Mean"]["value"] == pytest.approx(

@@ -112,7 +112,7 @@ BEHIND = "mysql://me:SECRET@host/db"
         (
             ValueError("failed with error code 401"),
             "the server requires a login, which is missing or wrong. Set MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root",
+            "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret in its workspace",
         ),
     ],
 )

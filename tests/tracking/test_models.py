@@ -109,6 +109,7 @@ def test_large_model_is_not_copied(store: MlflowStore, run_id: str, tmp_path: Pa
 
 def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_directory: Path, tmp_path: Path):
     score = "val/reward"
+    store.log_params(run_id, {"optim": {"lr": 0.001, "beta1": 0.9}, "seed": 1})
     store.log_dataset(
         run_id, name="x held-out", fingerprint="f" * 16, source="s", schema={}, counts={}, context="validation"
     )
@@ -124,6 +125,8 @@ def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_d
     by_name = {model.name: model for model in store.client.search_logged_models([store.experiment_id])}
     assert sorted(by_name) == ["step-000020", "step-000040", "weights-20", "weights-40"]
     checkpoint = by_name["step-000020"]
+    assert checkpoint.params == {"optim.lr": "0.001", "seed": "1"}
+    assert checkpoint.tags["mlflow.note.content"].startswith("Checkpoint of run ")
     assert (checkpoint.model_type, checkpoint.tags["path"]) == ("checkpoint", str(tmp_path / "step-000020"))
     assert (checkpoint.tags["mlflow.model.isExternal"], checkpoint.tags["size_bytes"]) == ("true", "9")
     (metric,) = checkpoint.metrics

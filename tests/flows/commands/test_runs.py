@@ -161,7 +161,7 @@ def test_what_may_not_be_read_is_not_taken_for_absent(layout, monkeypatch):
 
 def test_a_root_without_runs_is_reported(tmp_path, capsys):
     done = in_this_process(capsys, "runs", f"--root={tmp_path}")
-    assert done.err == f"{tmp_path / 'runs'}: no run; --root names another root\n"
+    assert done.err == f"{tmp_path / 'runs'}: no run; --root names another workspace\n"
 
 
 def test_a_comparison_is_written_without_mlflow(tmp_path, caplog):

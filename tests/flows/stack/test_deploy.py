@@ -24,7 +24,7 @@ from prefect.states import Cancelling, Crashed, Pending, Running, Scheduled, Sus
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import ValidationError, validate
 
-from data import multiplication
+from data import sort_digits
 from flows import SOURCE_FOLDER, pipeline
 from flows.server.api import LocalServer
 from flows.stack.deploy import DEPLOYMENTS, QUEUES, ensure_pool, recover_lost_runs, without_null_types
@@ -172,7 +172,7 @@ def deployed(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    shutil.copy(multiplication.__file__, tmp_path / "my_task.py")
+    shutil.copy(sort_digits.__file__, tmp_path / "my_task.py")
     (tmp_path / "own.yaml").write_text(OWN)
     return tmp_path / "own.yaml"
 
@@ -192,7 +192,7 @@ def test_it_is_made_and_updated_and_keeps_schedules(deployed, own, api):
 
     done = deploy(deployed, own, "--cron", "0 3 * * *", "--timezone", "Europe/Berlin")
     assert (done.code, done.err) == (0, "")
-    assert f"deployment pipeline/own, 0 3 * * * (Europe/Berlin), root {deployed.root}: http://" in done.out
+    assert f"deployment pipeline/own, 0 3 * * * (Europe/Berlin), workspace {deployed.root}: http://" in done.out
     made, crons = find_own()
     assert made["parameters"] == {"experiment": str(own), "overrides": []}
     assert crons == [("0 3 * * *", "Europe/Berlin", True)]

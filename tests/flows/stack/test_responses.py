@@ -96,7 +96,7 @@ def test_a_page_of_answers_and_one_with_its_tokens(client):
 @pytest.mark.parametrize(
     ("path", "params", "words"),
     [
-        ("find", {"run": "../../etc"}, "is none of this root"),
+        ("find", {"run": "../../etc"}, "is none of this workspace"),
         ("find", {"run": RUN, "step": "x"}, "step: must be a number"),
         ("find", {"run": RUN, "offset": "-1"}, "offset: must be a whole number"),
         ("find", {"run": RUN, "offset": "9" * 5_000}, "offset: must be a whole number of at most 19 digits"),

@@ -1,5 +1,5 @@
 """Access to our Prefect server: no web page, no foreign host name and no client without the login is
-allowed. The slots of a root are a concurrency limit of the server.
+allowed. The slots of a workspace are a concurrency limit of the server.
 """
 
 import json

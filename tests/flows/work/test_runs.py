@@ -248,7 +248,8 @@ def test_run_is_named_by_folder_id_or_prefix(make_run, tmp_path):
         ("div", "div: is neither the folder nor the id of a run"),
         ("", "'': is neither the folder nor the id of a run"),
     ):
-        known = f"{tmp_path}/runs has: sum-1, sum-10, sum-2. Name one of them, or another root (--root or paths.root)."
+        known = f"{tmp_path}/runs has: sum-1, sum-10, sum-2. "
+        known += "Name one of them, or another workspace (--root, paths.root)."
         with pytest.raises(DataError, match=f"^{re.escape(f'{problem}; {known}')}$"):
             find_named_runs([name], tmp_path)
     for root, count, named in (

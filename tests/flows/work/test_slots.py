@@ -1,4 +1,4 @@
-"""Slots of a root: order and yielding."""
+"""Slots of a workspace: order and yielding."""
 
 import json
 from random import Random
