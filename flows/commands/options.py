@@ -35,17 +35,19 @@ _SETTINGS_PARAMETERS = ("settings", "overrides", "run", "words")  # parameters o
 
 
 def complete_settings(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete the key of a setting or group. After `=`, complete the value."""
+    """Complete the key of a setting or group, also after `+`, `++` or `~`. After `=`, complete the value."""
     before = [str(word) for word in next(filter(None, map(ctx.params.get, _SETTINGS_PARAMETERS)), ())]
     names = {*_groups(), *_values_by_key()}
     if not incomplete and before[-1:] and before[-1] in names:  # click drops the `=` at the cursor
         return sorted(_values(before[-1], ""))
     if len(before) > 1 and before[-1] == "=":
         return sorted(_values(before[-2], incomplete))
-    key, equals, typed = incomplete.partition("=")
+    word, equals, typed = incomplete.partition("=")
+    key = word.lstrip("+~")
     if equals:
-        return [f"{key}={value}" for value in sorted(_values(key, typed))]
-    return [f"{name}=" for name in sorted(names) if name.startswith(key)]
+        return [f"{word}={value}" for value in sorted(_values(key, typed))]
+    sign, end = word.removesuffix(key), "" if word.startswith("~") else "="
+    return [f"{sign}{name}{end}" for name in sorted(names) if name.startswith(key)]
 
 
 def complete_runs(ctx: typer.Context, incomplete: str) -> list[str]:
