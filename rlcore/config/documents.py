@@ -64,8 +64,8 @@ def _groups() -> Iterator[str]:
     yield "| --- | --- | --- |"
     for group, default in sorted(GROUPS.items()):
         yield f"| `{group}` | {', '.join(f'`{member}`' for member in group_members(group))} | `{default}` |"
-    exclusive = " and ".join(f"`{group}`" for group in EXCLUSIVE_GROUPS)
-    yield f"\nAnother member of {exclusive} than the experiment's drops what the experiment says about that section.\n"
+    exclusive = " or ".join(f"`{group}`" for group in EXCLUSIVE_GROUPS)
+    yield f"\nIf you choose another member of {exclusive}, the experiment's settings of that section are dropped.\n"
 
 
 def _section(name: str, section: type[Section], title: str = "") -> Iterator[str]:
