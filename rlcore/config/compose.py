@@ -143,12 +143,13 @@ def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCo
 
 @dataclass(frozen=True, slots=True)
 class _ValueOverride:
-    """An override that sets or deletes one key. `text`: the value as the user wrote it."""
+    """An override that sets, adds or deletes one key. `text`: the value as the user wrote it."""
 
     key: str
     value: Any
     text: str
     delete: bool
+    add: bool
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -191,7 +192,8 @@ def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: 
         if key in GROUPS or key == "experiment":
             _choose_member(request, key, value, findings)
         else:
-            request.values.append(_ValueOverride(key, value, text.partition("=")[2], override.is_delete()))
+            written = text.partition("=")[2]
+            request.values.append(_ValueOverride(key, value, written, override.is_delete(), override.is_add()))
     return request
 
 
@@ -226,9 +228,6 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
     if not is_known and nearest(key, [*groups, *all_keys()]) in groups and not foreign_key_hint(key):
         remedy = f"Did you mean {nearest(key, groups)}={text.partition('=')[2]}?"
         return Problem(key, "there is no such setting", repr(text), remedy)
-    if override.is_add() and key in all_keys():
-        remedy = f"Write {text.removeprefix('+')}"
-        return Problem(key, "exists already, and + adds only new keys", repr(text), remedy)
     if key == "data.task":
         task = "countdown" if override.is_delete() else format_value(override.value())
         return Problem(key, "follows from the group", repr(text), f"Choose a task as a group: data={task}")
@@ -292,6 +291,9 @@ def _apply_override(settings: dict[str, Any], written: _ValueOverride, findings:
         findings.add(Problem(key, rule, f"~{key}", did_you_mean(key, all_keys()).strip()))
     elif written.delete:
         inner.pop(last)
+    elif written.add and inner.get(last) is not None and not isinstance(value, dict | list):  # as in Hydra
+        plain = f"{key}={written.text}"
+        findings.add(Problem(key, "exists already, and + adds only new keys", f"+{plain}", f"Write {plain}"))
     else:
         inner[last] = _merge(inner.get(last), value)
 

@@ -145,7 +145,7 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
     ("rollout.n=4", "got 4. From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)"),
     ("beta=0.1", "From verl or TRL: algo.kl.where=loss algo.kl.coef, beta=0 is algo.kl.where=off (docs"),
     ("actor_rollout_ref.actor.clip_ratio_high=1", "From verl or TRL: algo.clip_low, algo.clip_high (docs"),
-    ("+seed=2", "seed: exists already, and + adds only new keys; got '+seed=2'. Write seed=2"),
+    ("+seed=2", "seed: exists already, and + adds only new keys; got +seed=2. Write seed=2"),
     ("~sed", "there is no such key to delete; got ~sed. Did you mean seed?"),
     ("~tags.owner", "there is no such key to delete; got ~tags.owner."),
     ("~algo.kl", "is a section, and only single settings return to their defaults; got ~algo.kl. Set its keys, or "

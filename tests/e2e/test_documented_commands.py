@@ -188,7 +188,8 @@ def test_a_documented_command_is_understood_and_can_be_planned(line: str, capsys
 
 
 def test_every_target_of_make_is_there() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    makefiles = (REPOSITORY / "Makefile", REPOSITORY / "flows/commands/templates/project/Makefile")
+    targets = {name for file in makefiles for name in re.findall(r"^([a-z-]+):", file.read_text(), re.MULTILINE)}
     asked = {words_of(line)[0] for line in documented("make") if words_of(line)}
     assert asked >= {"demo", "test", "check"}
     assert asked <= targets
