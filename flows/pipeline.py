@@ -116,9 +116,11 @@ def log_settings(settings: RunSettings, verb: str) -> None:
 
 def label_flow_run(name: str, *tags: str) -> None:
     """Name the current flow run and add tags to it. If a user has named the flow run, `name` becomes a tag instead."""
-    is_generated = GENERATED_NAME.fullmatch(str(flow_run.name)) is not None
-    change: dict[str, Any] = {"name": name} if is_generated else {}
-    tags = tags if is_generated or flow_run.name == name else (*tags, name)
+    change: dict[str, Any] = {}
+    if GENERATED_NAME.fullmatch(str(flow_run.name)):
+        change["name"] = name
+    elif flow_run.name != name:  # equal on a retry
+        tags = (*tags, name)
 
     def update() -> None:
         with get_client(sync_client=True) as client:

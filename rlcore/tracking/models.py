@@ -20,7 +20,7 @@ from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore, milliseconds
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel, Metric
+    from mlflow.entities import LoggedModel, Metric, Run
     from mlflow.entities.model_registry import ModelVersion
 
 Alias = Literal["best", "last"]
@@ -80,16 +80,15 @@ def log_model(
     client.finalize_logged_model(model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     if metrics:
-        links = {"model_id": model_id, **_held_out_dataset(client, run_id)}
+        links = {"model_id": model_id, **_held_out_dataset(run)}
         rows = [_model_metric(client, run_id, key, value, time_s, step, links) for key, value in metrics.items()]
         client.log_batch(run_id, metrics=rows)
     return model_id
 
 
-def _held_out_dataset(client: "MlflowClient", run_id: str) -> dict[str, str]:
+def _held_out_dataset(run: "Run") -> dict[str, str]:
     """Return the fields of an MLflow metric that name the run's held-out dataset, or {} if the run has none."""
-    inputs = client.get_run(run_id).inputs
-    known = () if inputs is None else inputs.dataset_inputs
+    known = () if run.inputs is None else run.inputs.dataset_inputs
     found = [one.dataset for one in known if any(tag.value == "validation" for tag in one.tags)]
     return {"dataset_name": found[0].name, "dataset_digest": found[0].digest} if found else {}
 

@@ -110,7 +110,8 @@ def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
     assert done.code == 0, done.err
     assert "2 of 2 points finished, 1 runs worked on, 1 steps" in done.out
     (child,) = children_of(stack, stack.newest("sweep")["id"])
-    assert child["name"].startswith("point of grid-")
+    (folder,) = stack.root.glob("sweeps/grid-*")
+    assert child["name"] == f"point of {folder.name}"
     assert child["state_type"] == "COMPLETED"
 
 

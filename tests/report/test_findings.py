@@ -68,7 +68,7 @@ def test_learned_needs_two_validations():
 @pytest.mark.parametrize(
     ("slope", "noise", "verdict"),
     [
-        (0.0, 0.2, "yes"),
+        (0.0, 1.0, "yes"),
         (0.0, 8.0, "unclear"),  # no trend, but its interval permits a rise
         (0.0002, 0.0, "yes"),  # certain, but 0.008 over the last third
         (0.004, 1.0, "still rising"),
