@@ -1,6 +1,7 @@
 """Scoring in separate processes, so that model output cannot block a run. Each process scores one response at a time.
-If this exceeds the deadline, the pool kills the process and starts another one. After a timeout or an exception of the
-scorer, `Score.failure` contains the reason. `submit` does not block, so scoring and generation run concurrently."""
+If scoring a response exceeds the deadline, the pool kills the process and starts another one. After a timeout or an
+exception of the scorer, `Score.failure` contains the reason. `submit` does not block, so scoring and generation run
+concurrently."""
 
 import contextlib
 import json
