@@ -63,9 +63,10 @@ class Record:
         found = self._at(column)
         return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
 
-    def _at(self, column: str) -> Any:
+    def find(self, column: str) -> tuple[Any, str]:
+        """Return the value of a column and ''. If the column is missing, return None and a text with what exists."""
         if column in self.values:
-            return self.values[column]
+            return self.values[column], ""
         found: Any = self.values
         parts = column.split(".")
         for depth, part in enumerate(parts):
@@ -79,8 +80,13 @@ class Record:
                     has = f"has {', '.join(map(str, found)) or 'nothing'}"
                 elif isinstance(found, list):
                     has = f"has {len(found)} entries"
-                has = f"{'.'.join(parts[:depth])} {has}" if depth else f"columns: {', '.join(map(str, found))}"
-                raise DataError(f"{self.where}: there is no column {column} ({has}); name another, or repair the row")
+                return None, f"{'.'.join(parts[:depth])} {has}" if depth else f"columns: {', '.join(map(str, found))}"
+        return found, ""
+
+    def _at(self, column: str) -> Any:
+        found, has = self.find(column)
+        if has:
+            raise DataError(f"{self.where}: there is no column {column} ({has}); name another, or repair the row")
         return found
 
 

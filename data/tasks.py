@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from data.records import digests, format_names, records
+from data.records import Record, digests, format_names, records
 from data.rows import SPLITS, Message, PromptForm, Row, TaskRows
 from data.schema import (
     find_type,
@@ -28,9 +28,10 @@ from data.schema import (
     write_dataset_card,
     write_splits,
 )
-from rlcore.config.base import expand_path
+from rlcore.config.base import expand_path, leaves
 from rlcore.config.data import CustomData, DataConfig, MappedData, MixtureData, ParquetData, TaskData, scorer_of_row
 from rlcore.config.fingerprint import fingerprint
+from rlcore.config.problems import Problem, did_you_mean, format_value, settings_error
 from rlcore.errors import MODULE_REMEDY, ConfigError, DataError
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import PARTS_KEY, part_directories, read_finished_or_set_aside, read_manifest
@@ -238,7 +239,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def build_mapped(settings: MappedData, seed: int) -> TaskRows:
-    """Return rows from the named columns of a dataset. Raises DataError if a record lacks a column."""
+    """Return rows from the named columns of a dataset. Raises ConfigError if the first record lacks a column, and
+    DataError if a later one does."""
     splits = {"train": settings.train_split, "validation": settings.validation_split}
     return TaskRows(
         data_source=settings.data_source or Path(settings.source).resolve().name,  # resolved: `.` has no name
@@ -249,7 +251,9 @@ def build_mapped(settings: MappedData, seed: int) -> TaskRows:
 
 
 def _mapped_rows(settings: MappedData, split: str) -> Iterator[Row]:
-    for record in records(settings.source, split, settings.subset, settings.revision):
+    for number, record in enumerate(records(settings.source, split, settings.subset, settings.revision)):
+        if number == 0:
+            _require_columns(settings, record)
         question, answer = record.text(settings.question), record.text(settings.answer)
         if has_non_finite(answer):
             raise DataError(
@@ -263,6 +267,21 @@ def _mapped_rows(settings: MappedData, split: str) -> Iterator[Row]:
             solution=record.text(settings.solution) if settings.solution else "",
             where=record.where,
         )
+
+
+def _require_columns(settings: MappedData, first: Record) -> None:
+    """Raise ConfigError if the settings name columns that the first record lacks."""
+    names = {"question": (settings.question,), "answer": (settings.answer,), "columns": settings.columns}
+    names |= {"solution": (settings.solution,)} if settings.solution else {}
+    problems = [
+        Problem(
+            f"data.{key}", f"must name a column of {first.where} ({has})", format_value(name),
+            f"{did_you_mean(name, leaves(first.values))}Name another column, or repair the row",
+        )
+        for key, columns in names.items() for name in columns if (has := first.find(name)[1])
+    ]  # fmt: skip
+    if problems:
+        raise settings_error(problems)
 
 
 def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:

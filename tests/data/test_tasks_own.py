@@ -141,9 +141,29 @@ def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root
     assert row["reward_model"]["ground_truth"] == {
         "answer": "2", "unit": "m", "kinds": '["a", {"b": null}]', "kinds.0": "a", "limit": "3",
     }  # fmt: skip
-    for column, message in (("none", "column none: must be a text"), ("kind", "there is no column kind ")):
-        with pytest.raises(DataError, match=rf"train.jsonl: line 1: {message}"):
-            list(build_mapped(settings.model_copy(update={"columns": (column,)}), 0).splits["train"])
+    with pytest.raises(DataError, match=r"train.jsonl: line 1: column none: must be a text"):
+        list(build_mapped(settings.model_copy(update={"columns": ("none",)}), 0).splits["train"])
+
+
+def test_settings_that_name_missing_columns_are_reported_together(tmp_path: Path) -> None:
+    first, second = {"question": "What?", "truth": {"text": "2"}}, {"question": "And?", "truth": {}}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    columns = {"question": "qestion", "answer": "truth.txt", "columns": ("truth", ""), "solution": "y"}
+    at, rest = f"must name a column of {tmp_path}/train.jsonl: line 1", "Name another column, or repair the row"
+    with pytest.raises(ConfigError) as wrong:
+        list(build_mapped(MappedData(source=str(tmp_path), **columns), 0).splits["train"])
+    assert str(wrong.value).splitlines() == ["4 problems in the settings:"] + [
+        f"  {number}. data.{key}: {at} ({has}); got {got}. {near}{rest}"
+        for number, (key, has, got, near) in enumerate((
+            ("question", "columns: question, truth", "qestion", "Did you mean question? "),
+            ("answer", "truth has text", "truth.txt", "Did you mean truth.text? "),
+            ("columns", "columns: question, truth", "''", ""),
+            ("solution", "columns: question, truth", "y", ""),
+        ), start=1)
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r"train.jsonl: line 2: there is no column truth.text \(truth has nothing\)"):
+        list(build_mapped(MappedData(source=str(tmp_path), answer="truth.text"), 0).splits["train"])
 
 
 @pytest.mark.parametrize(("good", "value", "problem"), [

@@ -108,7 +108,8 @@ MISTAKES: list[tuple[str, list[str]]] = [
                *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
     # data
     (" ".join(["train data.source=rows", *MAPPED, "data.question=question"]), ["question", "given more than once"]),
-    (" ".join(["train data.source=rows", *MAPPED[:1], "data.question=question", *MAPPED[2:]]), ["question", "q"]),
+    (" ".join(["train data.source=rows", *MAPPED[:1], "data.question=question", *MAPPED[2:]]), [
+        "data.question: must name a column of rows/train.jsonl: line 1 (columns: q, a); got question. Name another"]),
     (" ".join(["train data.source=half", *MAPPED]), ["half", "test"]),
     (" ".join(["train data.source=rows/train.jsonl", *MAPPED]), ["data.source: must be a folder", "rows/train.jsonl"]),
     (" ".join(["train data.source=csv", *MAPPED]), ["csv lacks train and test, as", "Its files: train.csv. Put the"]),
