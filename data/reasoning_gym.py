@@ -13,7 +13,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from data.rows import Message, Row, TaskRows
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from rlcore.score import Score
 
 if TYPE_CHECKING:
@@ -40,9 +40,10 @@ _TRIES = 10  # problems generated at most for each row, because small tasks repe
 
 
 def inputs(settings: "ReasoningGymData") -> dict[str, str]:
-    """Return the package's version. Raises DataError if the package is missing or a task or level cannot be used."""
+    """Return the package's version. Raises ConfigError if the package is missing, and DataError if a task or level
+    cannot be used."""
     if find_spec(PACKAGE) is None:
-        raise DataError(
+        raise ConfigError(
             "data=reasoning_gym: the package reasoning_gym must be installed, and is not. In the checkout: "
             "pip install -c constraints.txt -e '.[reasoning-gym]'"
         )

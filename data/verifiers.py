@@ -16,7 +16,7 @@ from typing import Any
 
 from data.rows import Message, Row, TaskRows
 from rlcore.config.data import VerifiersData
-from rlcore.errors import MODULE_REMEDY, DataError
+from rlcore.errors import MODULE_REMEDY, ConfigError, DataError
 from rlcore.rollout.environment import await_value
 from rlcore.score import Score
 from rlcore.user_code import code_for
@@ -28,9 +28,10 @@ _HOOKS = ("setup", "finalize", "stage_verifier", "toolsets")
 
 
 def inputs(settings: VerifiersData) -> dict[str, str]:
-    """Return the version of the package and the digests of the taskset's files."""
+    """Return the version of the package and the digests of the taskset's files. Raises ConfigError if the package is
+    missing, and DataError if the taskset cannot be used."""
     if find_spec(PACKAGE) is None:
-        raise DataError(
+        raise ConfigError(
             "data=verifiers: the package verifiers must be installed, and is not. In the checkout: "
             "pip install -e '.[verifiers]'"
         )

