@@ -273,6 +273,7 @@ def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> 
 def overlong_penalty(lengths: Counts, *, max_response_tokens: int, settings: OverlongConfig) -> Scores:
     """Return `-penalty clamp((length - (L - B)) / B, 0, 1)` for each response, or 0 if `enabled` is false. L is the
     limit and B the buffer. This is DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476)."""
-    excess = (lengths - (max_response_tokens - settings.buffer_tokens)).float() / settings.buffer_tokens
+    buffer = settings.buffer_tokens or max(1, max_response_tokens // 4)
+    excess = (lengths - (max_response_tokens - buffer)).float() / buffer
     share = excess.clamp(0.0, 1.0)
     return -settings.penalty * share if settings.enabled else 0.0 * share

@@ -188,16 +188,17 @@ class OverlongConfig(Section):
     enabled: bool = False
     """Lower the reward of responses near the length limit."""
     buffer_tokens: Annotated[
-        int,
+        int | None,
         EffectiveWhen(".enabled"),
         Bound(
             "be at most",
             "rollout.max_response_tokens",
-            "Add algo.overlong.buffer_tokens=N, such as a quarter of the limit",
+            "Lower it, or leave it out, for a quarter of the limit",
             only_with="algo.overlong.enabled",
         ),
-    ] = Field(default=128, ge=1)
-    """The number of tokens before the length limit over which the penalty grows."""
+    ] = Field(default=None, ge=1)
+    """The number of tokens before the length limit over which the penalty grows. If null, it is a quarter of
+    `rollout.max_response_tokens`, rounded down, but at least 1."""
     penalty: Annotated[float, EffectiveWhen(".enabled")] = Field(default=1.0, ge=0)
     """The penalty on a response that reaches the length limit."""
 

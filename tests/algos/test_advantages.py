@@ -163,12 +163,15 @@ def naive_penalty(length: int, limit: int, buffer: int, penalty: float) -> float
     return -penalty
 
 
-@pytest.mark.parametrize(("limit", "buffer", "penalty"), [(100, 20, 1.0), (1024, 128, 0.5), (16, 16, 2.0), (8, 1, 1.0)])
-def test_overlong_penalty_equals_naive_twin(limit: int, buffer: int, penalty: float) -> None:
+@pytest.mark.parametrize(("limit", "buffer", "penalty"), [
+    (100, 20, 1.0), (1024, 128, 0.5), (16, 16, 2.0), (8, 1, 1.0), (103, None, 1.0), (3, None, 1.0),
+])  # fmt: skip
+def test_overlong_penalty_equals_naive_twin(limit: int, buffer: int | None, penalty: float) -> None:
     lengths = torch.arange(0, limit + 5)
     settings = OverlongConfig(enabled=True, buffer_tokens=buffer, penalty=penalty)
     actual = overlong_penalty(lengths, max_response_tokens=limit, settings=settings)
-    expected = [naive_penalty(length, limit, buffer, penalty) for length in lengths.tolist()]
+    tokens = {103: 25, 3: 1}[limit] if buffer is None else buffer
+    expected = [naive_penalty(length, limit, tokens, penalty) for length in lengths.tolist()]
     assert actual.tolist() == pytest.approx(expected, rel=1e-6)
     assert not overlong_penalty(lengths, max_response_tokens=limit, settings=OverlongConfig()).any()
 

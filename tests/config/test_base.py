@@ -94,7 +94,8 @@ reward.judge.prompt: $=Well? |
 reward.judge.rules: $=data.judge:score | $=data.countdown:score
 reward.weights: data.environment=a:B + reward.weights.correct=1 |
 critic: algo.advantage=gae + | $={} ; $={} + | algo.advantage=gae
-algo.overlong.buffer_tokens: algo.overlong.enabled=true + $=1025 | $=1024
+algo.overlong.buffer_tokens: algo.overlong.enabled=true + $=1025 | $=1024 ;
+    algo.overlong.enabled=true rollout.max_response_tokens=8 + $=9 | $=null
 model.lora.offload: $=true rollout.engine=vllm + | rollout.sleep_level=1
 alarms.kl: $=stop + | algo.kl.where=loss algo.kl.coef=0
 critic.warmup_steps: algo.advantage=gae + $=100 | $=99

@@ -73,8 +73,7 @@ def test_micro_batches_and_checkpointing_keep_metrics(root: Path, usual: Usual, 
 
 
 @pytest.mark.parametrize("overrides", [
-    *((f"algo={name}",) for name in ("opo", "remax", "reinforce_pp", "gspo", "cispo")),
-    ("algo=dapo", "algo.overlong.buffer_tokens=4"),
+    *((f"algo={name}",) for name in ("opo", "remax", "reinforce_pp", "gspo", "cispo", "dapo")),
     ("algo.kl.where=reward", "algo.kl.coef=0.01", "algo.kl.adaptive=true"),
     ("algo.importance.mode=mask", "algo.importance.level=sequence", "algo.rejection.level=sequence-mean"),
     ("algo.off_policy_mask=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
