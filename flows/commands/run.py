@@ -164,8 +164,8 @@ def _compose_and_plan(
     try:
         composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or (cfg, info) != (None, None))
     except ConfigError:
-        if cfg is not None:
-            show_wrong_settings(settings, root, package)
+        if (cfg, info) != (None, None):
+            show_wrong_settings(settings, root, cfg, package, info)
         raise
     if (cfg, info) != (None, None):
         show_settings(composed, cfg, package, info)

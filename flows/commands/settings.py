@@ -232,19 +232,23 @@ def require_only_settings(words: Sequence[str] | None) -> None:
         raise settings_error([Problem("validate", rule, " ".join(bare), remedy)])
 
 
-def show_wrong_settings(settings: Sequence[str] | None, root: Path | None, package: str | None) -> None:
-    """Print the settings as YAML, with defaults in place of invalid values.
+def show_wrong_settings(
+    settings: Sequence[str] | None, root: Path | None, cfg: str | None, package: str | None, info: str | None
+) -> None:
+    """Print the settings as YAML, with defaults in place of invalid values, or the sources of the settings (`info`).
 
-    Print nothing if the experiment is unknown.
+    Print nothing if the experiment is unknown or a file of a group cannot be read.
     """
     from flows.parameters import RunSettings, all_overrides
     from rlcore.config.compose import compose
 
     given = all_overrides(settings, root=root)
     found = compose(given)
-    if all(problem.key != "experiment" for problem in found.problems):
+    if any(problem.key in ("experiment", "conf") for problem in found.problems):
+        return
+    if cfg is not None:
         print("# A value of the wrong type or range is replaced by its default. The problems follow.")
-        show_settings(RunSettings(found.config, tuple(given)), "job", package, None)
+    show_settings(RunSettings(found.config, tuple(given)), cfg, package, info)
 
 
 def print_warnings(lines: Iterable[str]) -> None:
@@ -275,7 +279,7 @@ def show_settings(settings: "RunSettings", cfg: str | None, package: str | None,
         return
     composition = compose(settings.overrides, experiment=settings.experiment)
     groups = " ".join(f"{group}={member}" for group, member in composition.members.items())
-    if info == "all":
+    if info == "all" and settings.composed is not None:  # wrong settings are of no run
         print(f"run        {run_id(settings.config)} in {settings.config.paths.root}")
     if info != "defaults":
         print(f"conf       {' '.join(map(str, conf_dirs()))}")

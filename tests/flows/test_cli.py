@@ -167,6 +167,13 @@ def test_the_composed_settings_are_printed(capsys):
     assert (printed.partition("\n")[0], yaml.safe_load(printed)["lr"]) == ("# @package optim", 0.5)
     sources = print_settings("run --info defaults experiment=debug")
     assert sources.startswith("experiment experiment/debug.yaml\ngroups     data=countdown model=scratch")
+    whole = print_settings("run --info experiment=debug")
+    assert whole.startswith("run        debug-s1-")
+    wrong = print_settings("run --info experiment=debug trainer.batch_size=6", 2).splitlines()
+    assert wrong[:3] == whole.splitlines()[1:4], "the sources, without a run"
+    assert wrong[3] == "overrides  experiment=debug trainer.batch_size=6"
+    assert [line.partition(":")[0] for line in wrong[4:]] == ["trainer.mini_batch_size"]
+    assert print_settings("run --info experiment=debgu", 2).startswith("experiment: must name a file in")
 
 
 @pytest.mark.parametrize(
