@@ -154,7 +154,7 @@ Cfg = Annotated[
 ]
 Package = Annotated[
     str | None,
-    typer.Option("--package", "-p", metavar="KEY", help="With --cfg: only this section.", show_default=False),
+    typer.Option("--package", "-p", metavar="KEY", help="With --cfg: only this section or value.", show_default=False),
 ]
 Info = Annotated[
     Literal["all", "defaults", "searchpath"] | None,

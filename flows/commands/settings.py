@@ -240,13 +240,14 @@ def show_wrong_settings(
     Print nothing if the experiment is unknown or a file of a group cannot be read.
     """
     from flows.parameters import RunSettings, all_overrides
+    from rlcore.config.base import covers
     from rlcore.config.compose import compose
 
     given = all_overrides(settings, root=root)
     found = compose(given)
     if any(problem.key in ("experiment", "conf") for problem in found.problems):
         return
-    if cfg is not None:
+    if cfg is not None and any(package is None or covers(package, problem.key) for problem in found.problems):
         print("# A value of the wrong type or range is replaced by its default. The problems follow.")
     show_settings(RunSettings(found.config, tuple(given)), cfg, package, info)
 
@@ -258,24 +259,17 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
-    """If `cfg` is set, print the settings as YAML, or only their section `package`.
+    """If `cfg` is set, print the settings as YAML, or only the section or value `package`.
 
     Otherwise print the files, groups and overrides that the settings come from, or the part of this list in `info`.
     """
-    from rlcore.config.base import Section, conf_dirs, value_at
+    from rlcore.config.base import conf_dirs
     from rlcore.config.compose import compose
-    from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id
-    from rlcore.config.problems import Problem, did_you_mean, mask_secrets, settings_error
-    from rlcore.config.run import section_names
+    from rlcore.config.problems import mask_secrets
 
     if cfg is not None:
-        if package is not None and package not in section_names():
-            remedy = did_you_mean(package, section_names()) or "docs/settings.md lists the sections"
-            raise settings_error([Problem("--package", "must be a section of the settings", package, remedy)])
-        section = settings.config if package is None else value_at(settings.config, package)
-        header = f"# @package {package}\n" if package else ""
-        print(header + (to_yaml(section) if isinstance(section, Section) else "null\n"), end="")
+        print(_settings_text(settings.config.model_dump(mode="json"), package or ""), end="")
         return
     composition = compose(settings.overrides, experiment=settings.experiment)
     groups = " ".join(f"{group}={member}" for group, member in composition.members.items())
@@ -287,6 +281,24 @@ def show_settings(settings: "RunSettings", cfg: str | None, package: str | None,
         print(f"experiment {', '.join(composition.files) or 'none: the defaults'}\ngroups     {groups}")
     if info == "all":
         print(f"overrides  {' '.join(map(mask_secrets, settings.overrides)) or 'none'}")
+
+
+def _settings_text(settings: dict[str, Any], package: str) -> str:
+    """Return the section or value `package` as text, or all settings if it is ''. Raises ConfigError for others."""
+    from rlcore.config.base import leaves
+    from rlcore.config.documents import to_yaml
+    from rlcore.config.problems import Problem, did_you_mean, plain_text, settings_error
+    from rlcore.config.run import section_names
+
+    found: Any = settings
+    for part in filter(None, package.split(".")):
+        if not isinstance(found, dict) or part not in found:
+            remedy = did_you_mean(package, {*leaves(settings), *section_names()}) or "--cfg job prints all keys"
+            raise settings_error([Problem("--package", "must be a key of these settings", package, remedy)])
+        found = found[part]
+    if not isinstance(found, dict | list):
+        return f"{plain_text(found)}\n"
+    return (f"# @package {package}\n" if package else "") + to_yaml(found)
 
 
 def with_program_path(command: str) -> str:

@@ -18,9 +18,10 @@ NOT_WRITTEN = {"run_id", "tags", "paths", "tracking"}
 """The settings that belong to one run or one machine. They are not written to an experiment's file."""
 
 
-def to_yaml(config: Section) -> str:
-    """Return the complete settings of a run or section as YAML, readable by YAML 1.1 readers and by OmegaConf."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120, default_flow_style=False)
+def to_yaml(config: Section | dict[str, Any] | list[Any]) -> str:
+    """Return the settings of a run or section, or a part of them, as YAML for YAML 1.1 readers and OmegaConf."""
+    plain = config.model_dump(mode="json") if isinstance(config, Section) else config
+    return yaml.safe_dump(plain, sort_keys=False, width=120, default_flow_style=False)
 
 
 def experiment_text(config: RunConfig, comment: str) -> str:

@@ -165,6 +165,16 @@ def test_the_composed_settings_are_printed(capsys):
     assert (yaml.safe_load(printed)["buffer_tokens"], problem[:1]) == (9, ";")
     printed = print_settings("run experiment=debug -c job --resolve -p optim optim.lr=0.5")
     assert (printed.partition("\n")[0], yaml.safe_load(printed)["lr"]) == ("# @package optim", 0.5)
+    for words, value in (
+        ("trainer.total_steps", "2\n"), ("critic", "null\n"),
+        ("data.operations", "# @package data.operations\n- +\n"),
+        ("reward.weights.correct reward.weights={correct:0.5} reward.num_processes=1", "0.5\n"),
+    ):  # fmt: skip
+        assert print_settings(f"run experiment=debug data.operations=[+] --cfg job -p {words}") == value
+    said = print_settings("run experiment=debug optim.lr=x --cfg job -p trainer.total_steps", 2)
+    assert said.startswith("2\noptim.lr: must be"), "nothing about values that are not printed"
+    said = print_settings("run experiment=debug optim.lr=x --cfg job -p optim.lr", 2)
+    assert said.startswith("# A value of the wrong type or range is replaced by its default. The problems follow.\n")
     sources = print_settings("run --info defaults experiment=debug")
     assert sources.startswith("experiment experiment/debug.yaml\ngroups     data=countdown model=scratch")
     whole = print_settings("run --info experiment=debug")
@@ -312,7 +322,9 @@ def test_bash_completes_without_a_space_after_an_equals_sign(tmp_path, monkeypat
         ("sweep debug_grid trainer.total_steps=2 --json", "--json: goes with --dry-run alone; nothing was started"),
         ("runs --state gone", "--state: must be one of running"),
         ("run -p algo experiment=debug", "--package: goes with --cfg job alone; got algo"),
-        ("run experiment=debug --cfg job -p agol", "--package: must be a section of the settings; got agol. Did you"),
+        ("run experiment=debug -c job -p agol", "--package: must be a key of these settings; got agol. Did you mean a"),
+        ("run experiment=debug -c job -p optim.rl", "--package: must be a key of these settings; got optim.rl. Did"),
+        ("run experiment=debug -c job -p seed.x", "--package: must be a key of these settings; got seed.x. Did you"),
     ],
 )
 def test_every_mistake_in_the_arguments_has_one_form(capsys, words, message):
