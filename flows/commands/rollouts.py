@@ -80,6 +80,8 @@ def rollouts(
         _print_pairs(config, layout, query, limit)
         return
     found = find_responses(layout.answers, query)
+    if not found and step:
+        _require_step(layout.answers, query, step)
     shown = range(len(found))[: (20 if limit is None else limit) or None]
     columns = ALL_COLUMNS if tokens else READABLE
     for begin in range(0, len(shown), 1_000):
@@ -95,6 +97,21 @@ def rollouts(
     if not as_json:
         found_text = f"{len(shown):,} shown of {len(found):,} responses that match, of {total:,} on record"
         print(found_text, file=sys.stderr)
+
+
+def _require_step(folder: Path, query: "Query", given: str) -> None:
+    """Raise ConfigError if the steps of a query have no recorded response of its kind. The message lists other steps.
+
+    Of more than 8 steps, it lists the first three and the last.
+    """
+    from rlcore.config.problems import Problem, settings_error
+    from rlcore.responses.query import Query, find_responses
+
+    steps = [str(step) for step in find_responses(folder, Query(kind=query.kind)).light["step"].unique().to_pylist()]
+    if steps and not find_responses(folder, Query(query.step, kind=query.kind)):
+        listed = ", ".join(steps if len(steps) <= 8 else [*steps[:3], "...", steps[-1]])
+        kind = "" if query.kind == "all" else f"{query.kind} "
+        raise settings_error([Problem("--step", f"must have recorded {kind}responses", given, f"Choose from {listed}")])
 
 
 def audit(

@@ -5,6 +5,8 @@ import os
 import sys
 from collections import Counter
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data.demonstrations import tokenize_demonstrations
@@ -76,6 +78,10 @@ def test_pairs_are_of_the_run_and_train_a_model_by_the_same_prompts(run, tmp_pat
 @pytest.mark.parametrize(
     ("command", "options", "error", "problem"),
     [
+        ("rollouts", {"step": "999"}, ConfigError,
+         r"^--step: must have recorded responses; got 999\. Choose from 0, 1, 2$"),
+        ("rollouts", {"step": "..0", "kind": "training", "as_json": True}, ConfigError,
+         r"^--step: must have recorded training responses; got \.\.0\. Choose from 1, 2$"),
         ("rollouts", {"pairs": True, "kind": "validation"}, ConfigError,
          r"^--pairs: takes training responses only, got --kind v"),
         ("rollouts", {"pairs": True, "step": "9"}, DataError, "no group has two finished .* among 0 responses"),
@@ -88,6 +94,17 @@ def test_pairs_are_of_the_run_and_train_a_model_by_the_same_prompts(run, tmp_pat
 def test_options_without_result_are_reported(run, command, options, error, problem):
     with pytest.raises(error, match=problem):
         getattr(rollouts, command)([str(run.layout.run_dir)], **options)
+
+
+def test_steps_of_a_long_run_are_listed_briefly(run, tmp_path):
+    table = pq.read_table(next(run.layout.answers.glob("train-*")))
+    for step in range(10, 100, 10):
+        column = pa.array([step] * len(table), pa.int32())
+        part = table.set_column(table.schema.get_field_index("step"), "step", column)
+        pq.write_table(part, tmp_path / f"train-{step:06}-{step:06}.parquet")
+    with pytest.raises(ConfigError, match=r"got 3\. Choose from 10, 20, 30, \.\.\., 90$"):
+        rollouts._require_step(tmp_path, Query((3, 3)), "3")
+    rollouts._require_step(tmp_path, Query((None, 10)), "..10")
 
 
 def test_pairs_need_responses_of_one_turn(run):
