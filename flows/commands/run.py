@@ -18,13 +18,13 @@ from flows.commands.options import (
     OptionalRoot,
     Package,
     PlanAsJson,
+    Run,
     Settings,
     Verbose,
 )
 from flows.commands.settings import (
     print_warnings,
     require_dry_run,
-    require_only_settings,
     root_in_overrides,
     show_settings,
     show_wrong_settings,
@@ -201,8 +201,29 @@ def compose_arguments(
     return composed
 
 
+def _settings_of_run(run: Sequence[str], root: Path | None) -> "RunSettings":
+    """Return the settings of a run that is named by its folder or id, or compose them from KEY=VALUE.
+
+    The run's workspace is the one that holds its folder, because the workspace may have been moved.
+    """
+    from flows.work.runs import find_run, is_named
+
+    if not is_named(run):
+        return compose_arguments(run, root)
+    from flows.parameters import RunSettings
+    from flows.stack.state import with_stack_tracking
+    from rlcore.run.layout import RunLayout
+
+    config, layout = find_run(run, root)
+    paths = config.paths.model_copy(update={"root": str(layout.run_dir.parent.parent)})
+    config = config.model_copy(update={"paths": paths})
+    if (place := RunLayout.of(config).run_dir) != layout.run_dir:
+        raise ConfigError(f"RUN: must be at WORKSPACE/runs/{place.name}; got {layout.run_dir}. Move it there")
+    return RunSettings(with_stack_tracking(config), tuple(run))
+
+
 def validate(
-    settings: Settings = None,
+    run: Run,
     root: OptionalRoot = None,
     config_dir: ConfigDir = None,
     checkpoint: Annotated[str, typer.Option(help="One of start, last, best, or a step.")] = "last",
@@ -212,9 +233,11 @@ def validate(
 
     Examples:
       millrace validate experiment=countdown_demo --checkpoint best
+      millrace validate countdown_demo-s1 --checkpoint 40
     """
-    require_only_settings(settings)
-    composed = compose_arguments(settings, root)
+    if len(run) > 1 and (step := run[-1]).isdecimal():
+        raise ConfigError(f"RUN: takes no step; got {' '.join(run)}. Write validate {run[0]} --checkpoint {step}")
+    composed = _settings_of_run(run, root)
     from flows import chain
     from flows.progress import display
     from flows.stages.outputs import Validate
@@ -226,9 +249,9 @@ def validate(
     checkpoint = checkpoint_name(checkpoint)
     if not composed.config.is_supervised:
         checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises if it does not exist
-    with chain.open_on_console(composed, "validate", verbose=verbose) as run:
-        chain.make_rows(run, chain.run_quietly)
-        validation = chain.run_on_console(Validate(checkpoint), run)
+    with chain.open_on_console(composed, "validate", verbose=verbose) as opened:
+        chain.make_rows(opened, chain.run_quietly)
+        validation = chain.run_on_console(Validate(checkpoint), opened)
         display().line(f"responses: {validation.file}")
 
 

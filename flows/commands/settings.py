@@ -222,16 +222,6 @@ def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
         raise ConfigError("--json: goes with --dry-run alone; nothing was started. Add --dry-run")
 
 
-def require_only_settings(words: Sequence[str] | None) -> None:
-    """Refuse an argument that is not a setting, such as a step. The message recommends `--checkpoint`."""
-    from rlcore.config.problems import Problem, settings_error
-
-    if bare := [word for word in words or () if "=" not in word]:
-        remedy = f"Write millrace validate KEY=VALUE ... --checkpoint {bare[-1] if bare[-1].isdigit() else 'N'}"
-        rule = "takes the settings that the run was started with, and the checkpoint as an option"
-        raise settings_error([Problem("validate", rule, " ".join(bare), remedy)])
-
-
 def show_wrong_settings(
     settings: Sequence[str] | None, root: Path | None, cfg: str | None, package: str | None, info: str | None
 ) -> None:

@@ -241,7 +241,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
     KEY=VALUE. Raises ConfigError for invalid words or settings, NotFoundError if no run matches, and DataError if the
     run's settings cannot be read.
     """
-    named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
+    named = is_named(words)
     if named and len(words) > 1:
         raise ConfigError(
             f"RUN: must be one run, by its folder or id, or its settings, each KEY=VALUE; got {' '.join(words)}"
@@ -262,6 +262,11 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
                 "Give the settings of the run, its id, or its folder."
             )
     return config, layout
+
+
+def is_named(words: Sequence[str]) -> bool:
+    """Return whether a word is the id or folder of a run instead of a setting KEY=VALUE."""
+    return any("=" not in word or (Path(word) / RUN_FILE).is_file() for word in words)
 
 
 def read_settings(folder: Path) -> RunConfig:

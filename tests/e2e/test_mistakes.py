@@ -58,7 +58,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train exprmnt=debug", ["exprmnt: there is", "got 'exprmnt=debug'. Did you mean experiment=debug?"]),
     ("train alg=dapo", ["alg: there is no such setting", "Did you mean algo=dapo?"]),
     ("rollouts absent --text x", ["millrace rollouts: no such option; got --text. There are --json", "--search"]),
-    ("validate debug-s1 99", ["validate: takes the settings", "got debug-s1 99", "--checkpoint 99"]),
+    ("validate debug-s1 99", ["RUN: takes no step; got debug-s1 99", "validate debug-s1 --checkpoint 99"]),
     ("train --cfg hydra", ["--cfg / -c: must be job", "got hydra"]),
     ("train --root=/proc/here", ["paths.root: must be writable, and /proc is not", "choose another"]),
     ("train --root=/dev/null/here", ["--root", "must be a folder, and /dev/null is none"]),

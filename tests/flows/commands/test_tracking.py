@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,22 @@ def test_best_weights_reach_their_score_in_another_process(reference, tmp_path, 
     assert {mlflow_name(name): value for name, value in scores.items()} == linked
     reward = "val-core/countdown/reward/mean_at_2"
     assert scores[reward] == max(metrics[reward] for at, metrics in logged.items() if at and reward in metrics)
+
+
+def test_validate_takes_a_run_by_its_id_or_folder(reference, tmp_path):
+    run_id, validate = reference.run_dir.name, partial(reference.millrace, "validate")
+    by_settings = validate(*SMALL, code=0)
+    assert by_settings.out.endswith(f"responses: {reference.run_dir}/validation/after.json\n")
+    for word in ("debug-s1", run_id):
+        assert validate(word, f"--root={reference.millrace.root}", code=0).out == by_settings.out
+    assert validate(str(reference.run_dir), code=0).out == by_settings.out
+    moved = shutil.copytree(reference.millrace.root, tmp_path / "moved") / "runs" / run_id
+    done = validate(str(moved), "--checkpoint", "40", code=0)
+    assert done.out.endswith(f"responses: {moved}/validation/step-000040.json\n")
+    assert "checkpoint=step-000077" in validate(str(moved), "--checkpoint", "77", code=1).err
+    renamed = moved.rename(tmp_path / "renamed")
+    done = validate(str(renamed), code=2)
+    assert done.err == f"RUN: must be at WORKSPACE/runs/{run_id}; got {renamed}. Move it there\n"
 
 
 def wait_for(tab: Tab, *texts: str) -> str:
