@@ -227,6 +227,7 @@ def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: Expor
         held_out = (HELD_OUT_REWARD, "val-core/")
         metrics = {} if record is None else {n: x for n, x in record.metrics.items() if n.startswith(held_out)}
         more |= {"metrics": metrics, "time_s": 0.0 if record is None else record.time}
+        name = f"{run.run_id}-{name}".replace(".", "_")  # MLflow refuses a period in a model's name
         return log_model(page.store, page.id, folder, kind=kind, name=name, step=step, **more)
 
     for info in scan(layout.checkpoints).checkpoints:

@@ -147,7 +147,9 @@ def test_mlflow_has_settings_datasets_report_and_weights(first, reference):
     assert lineage["environment"]["torch"]
     models = mlflow_rows(root, "select name from logged_models")
     checkpoints = {path.name for path in (reference.run_dir / "checkpoints").glob("step-*")}
-    assert checkpoints | {"weights-000060"} <= {name for (name,) in models}
+    assert {f"{reference.run_dir.name}-{name}" for name in (*checkpoints, "weights-000060")} <= {
+        name for (name,) in models
+    }
     evaluated = "select count(*) from logged_model_metrics where metric_name like 'val-core/%mean_at_2'"
     assert int(mlflow_rows(root, evaluated)[0][0]) >= len(checkpoints) + 1, "scores are linked to models"
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from flows.stack.state import Service, StackState, served_mlflow, write_stack
 from flows.stages.dataset import Dataset, Filter
 from flows.stages.outputs import ExportedWeights, ReportPage, report_fingerprint
 from flows.work import mlflow_record
-from flows.work.mlflow_record import MlflowContents, MlflowRecord, models_digest, settings_digest
+from flows.work.mlflow_record import MlflowContents, MlflowRecord, log_models, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
@@ -22,7 +23,9 @@ from rlcore.errors import ModelError, StopRequestedError
 from rlcore.storage.locks import start_time_of
 from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.models import models_of
 from rlcore.user_code import code_for_run
+from tests.flows.conftest import commit
 
 
 def test_run_that_ends_before_its_first_step_has_final_status(artifacts_root, monkeypatch):
@@ -99,6 +102,22 @@ def test_nothing_is_sent_without_tracking_or_change(away, artifacts_root, caplog
     assert "SECRET" not in settings_digest(elsewhere)
     assert list(artifacts_root.glob("*.db")) == []
     assert [one for one in caplog.messages if "MLflow" in one] == []
+
+
+def test_models_have_the_name_of_their_run(artifacts_root, empty_store, monkeypatch):
+    monkeypatch.setattr(mlflow_record, "MAX_UPLOAD_BYTES", 0)
+    shutil.copy(empty_store, artifacts_root / "mlflow.db")
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", "run_id=lr-0.5"])
+    (weights := artifacts_root / "weights").mkdir()
+    (weights / "config.json").write_text("{}")
+    last = ExportedWeights(weights, 2, cached=False)
+    with open_run(config, ()) as run:
+        commit(config, 2)
+        run.layout.journal.touch()
+        page = ensure_mlflow_run(run.layout.run_dir, config, {})
+        log_models(run, page, last, last)
+    models = models_of(page.store.client, page.store.experiment_id, page.id)
+    assert {model.name for model in models} == {"lr-0_5-step-000002", "lr-0_5-weights-000002"}
 
 
 def test_unreachable_store_is_logged_once_per_part(away, caplog):
