@@ -140,7 +140,10 @@ def read_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | Non
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The training between the checkpoints at `start` and `stop`. `cached` is true if the chunk existed before."""
+    """The training between the checkpoints at `start` and `stop`, with the metrics of its last step.
+
+    `cached` is true if the chunk existed before.
+    """
 
     start: int
     stop: int
@@ -150,7 +153,7 @@ class Chunk:
 
     def __str__(self) -> str:
         reward = self.metrics.get("critic/score/mean")
-        score = "" if reward is None else f", reward {reward:.3f}"
+        score = "" if reward is None else f", reward at step {self.stop}: {reward:.3f}"
         return f"step {self.start}-{self.stop}{score}{skipped_suffix(self.cached)}"
 
 

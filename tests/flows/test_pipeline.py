@@ -61,7 +61,7 @@ def first(api: Api, reference: Reference) -> dict[str, Any]:
     return api.filter("flow_runs", flow_runs=named, sort="START_TIME_ASC", limit=1)[0]
 
 
-def test_stages_and_chunks_are_tasks(first, api):
+def test_stages_and_chunks_are_tasks(first, api, reference):
     assert first["state_type"] == "COMPLETED"
     assert re.fullmatch(r"mean_at_2 0\.\d{3} -> 0\.\d{3}, 60 steps, \d+ s", first["state"]["message"])
     assert {"debug", "countdown"} <= {*first["tags"]}
@@ -72,6 +72,10 @@ def test_stages_and_chunks_are_tasks(first, api):
         "validate debug after", "export debug best", "report debug",
     ]  # fmt: skip
     assert {task["state_type"] for task in tasks} == {"COMPLETED"}
+    reward = numbers(reference.run_dir)[40]["critic/score/mean"]
+    message = f"train: step 20-40, reward at step 40: {reward:.3f}"
+    assert tasks[4]["state"]["message"] == message
+    assert message in reference.done.out.split("\n")
 
 
 def test_prefect_shows_progress_validation_checkpoints_report_and_link(first, api, reference):

@@ -46,7 +46,7 @@ def test_stage_describes_its_result():
     for stage, made, expected in (
         (Dataset(), rows, "dataset: 1,200 train, 3 x rows (here)\nwarning: few"),
         (PassRates(), table, "pass rates: kept 1,500 of 12,000 rows; pass rates 0 to 1 (here)"),
-        (Train(0, 20, is_last=True), chunk, "train: step 0-20, reward 0.123"),
+        (Train(0, 20, is_last=True), chunk, "train: step 0-20, reward at step 20: 0.123"),
         (Export(), weights, "weights: step 40 (here)"),
         (ExportBest(), weights, ""),
         (ExportBest(), replace(weights, is_best=True), "best weights: step 40 (here)"),
