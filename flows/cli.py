@@ -86,6 +86,7 @@ def main() -> NoReturn:
     """Run `millrace`. An expected error is reported as a message instead of a traceback."""
     open_standard_streams()
     extend_module_path()
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # otherwise each command asks for a login
     run_and_exit(app)
 
 

@@ -38,6 +38,8 @@ CHILD_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "TRANSFORMERS_VERBOSITY": "error",
     "DO_NOT_TRACK": "1",
 }
 """The default environment variables of the trainer. Variables of the user's environment have priority."""

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -69,6 +69,11 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
 
 
+@cache  # a policy, its reference and its engine load the same model
+def _log_once(level: int, text: str) -> None:
+    log.log(level, text)
+
+
 Model = TypeVar("Model", bound=PackedTrunk)
 
 
@@ -79,7 +84,7 @@ def _finish_loading(trunk: Model, path: str | Path, model: ModelConfig) -> Model
             f"model.path: the decoder must hold its layers as a module list `layers`, {type(trunk.decoder).__name__} "
             f"in {path} does not. Choose a model of the Llama or Qwen kind."
         )
-    log.info("%s %s: attention %s (%s)", type(trunk).__name__, path, choice.name, choice.reason)
+    _log_once(logging.INFO, f"{type(trunk).__name__} {path}: attention {choice.name} ({choice.reason})")
     if model.gradient_checkpointing:
         trunk.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if model.compile and choice.name == "sdpa":
@@ -130,6 +135,9 @@ def _require_complete(path: str | Path, model: PreTrainedModel, report: dict[str
                 f"model.path: the weights must be complete, {path} has {len(names)} {kind.replace('_', ' ')}, first "
                 f"{names[0]}. Copy the directory again."
             )
+    if names := sorted(map(str, report.get("unexpected_keys", ()))):
+        lack = f"{len(names)} weights are ignored, first {names[0]}, because {type(model).__name__} does not have them"
+        _log_once(logging.WARNING, f"model.path: {path}: {lack}")
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None or getattr(head, "bias", None) is not None:
         raise ModelError(f"model.path: the head must be a linear layer without bias, {type(model).__name__} has none")
@@ -238,5 +246,5 @@ def write_smollm2(file: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-if __name__ == "__main__":  # for a command whose environment has no torch
+if __name__ == "__main__":  # `ensure_configured_model` starts this
     write_smollm2(Path(sys.argv[1]), Path(sys.argv[2]))

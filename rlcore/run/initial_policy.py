@@ -73,12 +73,8 @@ def ensure_configured_model(config: RunConfig) -> Path:
         "kind": "model", "source": SMOLLM2, "reward": 0.0, "steps": 0, FINGERPRINT: folder.name,
     }  # fmt: skip
     with published_directory(folder, facts, error=ModelError) as temporary:
-        if python is None:
-            from rlcore.models.load import write_smollm2
-
-            write_smollm2(file, temporary)
-        else:
-            run_module(python, "rlcore.models.load", str(file), str(temporary), error=ModelError)
+        # transformers prints a progress bar, and torch would stay in the memory of this process.
+        run_module(python, "rlcore.models.load", str(file), str(temporary), error=ModelError)
     return folder
 
 

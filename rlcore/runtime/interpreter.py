@@ -195,7 +195,7 @@ def _describe_devices() -> Devices:
     return Devices(torch.__version__, torch.version.cuda or "", tuple(torch.cuda.get_arch_list()), tuple(gpus))
 
 
-def run_module(python: str, module: str, *arguments: str, error: type[MillraceError]) -> None:
+def run_module(python: str | None, module: str, *arguments: str, error: type[MillraceError]) -> None:
     """Run a module in the trainer's environment. If it fails, raise `error` with the last line of its error output."""
     program, environment = trainer_process(python)
     done = subprocess.run([program, "-P", "-m", module, *arguments], capture_output=True, text=True, env=environment)

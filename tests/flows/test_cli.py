@@ -25,6 +25,8 @@ from rlcore.config.run import all_keys
 from rlcore.responses import query
 from rlcore.storage.publish import write_text_atomically
 from tests.flows.conftest import REPOSITORY, in_this_process
+from tests.helpers.file_shapes import write_model
+from tests.helpers.hub_server import HUB_ID, Repository, serving
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,17 @@ def test_a_dry_run_or_too_small_a_disk_writes_nothing(artifacts_root, capsys):
     done = in_this_process(capsys, "run", *words[:2], "checkpoint.reserve_gb=1e9")
     assert (done.code, "GB are missing" in done.err, "checkpoint.reserve_gb" in done.err) == (75, True, True), done
     assert list(artifacts_root.iterdir()) == []
+
+
+def test_hub_without_login_causes_no_lines(tmp_path):
+    files = {file.name: file.read_bytes() for file in write_model(tmp_path / "model").iterdir()}
+    with serving({HUB_ID: Repository({"a" * 40: files}, {"main": "a" * 40})}) as hub:
+        own = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+        words = ("experiment=debug", f"model.path={HUB_ID}", "data.train_size=20", f"paths.root={tmp_path}")
+        command = [sys.executable, "-m", "flows.cli", "data", "make", *words]
+        done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert hub.asked
 
 
 @pytest.mark.parametrize("verb", ["runs", "slots", "slots --set 2", "up", "sync", "down"])

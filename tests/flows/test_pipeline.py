@@ -158,6 +158,13 @@ def test_mlflow_has_settings_datasets_report_and_weights(first, reference):
     assert int(mlflow_rows(root, evaluated)[0][0]) >= len(checkpoints) + 1, "scores are linked to models"
 
 
+def test_trainer_logs_each_model_once_and_no_lines_of_libraries(reference):
+    lines = (reference.run_dir / "logs" / "trainer-1.log").read_text().splitlines()
+    assert all(re.match(r"\d{4}-\S+ \S+ (INFO|WARNING) rlcore\.", line) for line in lines), lines
+    loaded = [line.partition(": CausalPolicy ")[2] for line in lines if ": CausalPolicy " in line]
+    assert len(loaded) == len({*loaded}) == 2, "the model before the warm start, and after it"
+
+
 def test_mlflow_begins_with_the_reward_and_has_the_responses(reference):
     client = MlflowClient(f"sqlite:///{reference.millrace.root}/mlflow.db")
     ((own,),) = mlflow_rows(reference.millrace.root, own_run(reference.run_dir))

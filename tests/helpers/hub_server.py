@@ -212,6 +212,8 @@ def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
+            if self.headers["Authorization"] is None:
+                self.send_header("X-HF-Warning", "unauthenticated; You are sending unauthenticated requests")
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)

@@ -14,7 +14,7 @@ from transformers import Lfm2Config as LfmConfig
 
 from rlcore.config.model import ModelConfig
 from rlcore.errors import ModelError
-from rlcore.models.load import TESTED, load_policy
+from rlcore.models.load import TESTED, load_policy, load_value_model
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
 from tests.models.tiny import CPU, make_batch, policy_of, write_model
 
@@ -57,6 +57,19 @@ def test_load_policy_in_float32_training_mode(
     assert policy.training
     assert "attention sdpa" in caplog.text
     assert "Loading weights" not in capfd.readouterr().err
+
+
+def test_models_loaded_twice_are_described_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), "model.extra": torch.zeros(2)}, file, metadata={"format": "pt"})
+    with caplog.at_level(logging.INFO, logger="rlcore.models.load"):
+        for _ in range(2):
+            load_policy(directory, model=ModelConfig(), device=CPU)
+        load_value_model(directory, model=ModelConfig(), device=CPU)
+    ignored, policy, value = [record.message for record in caplog.records if record.name == "rlcore.models.load"]
+    assert ignored.startswith(f"model.path: {directory}: 1 weights are ignored, first model.extra, because ")
+    assert policy.startswith(f"CausalPolicy {directory}: attention sdpa (")
+    assert value.startswith(f"ValueModel {directory}: attention sdpa (")
 
 
 def test_load_policy_expands_home(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from threading import Thread, Timer
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from flows.work import trainer
 from flows.work.protocol import CheckpointSaved, Done, Event, Failed, Note, Progress, RunEvent, Validated, parse_reply
@@ -22,6 +24,8 @@ from rlcore.errors import DataError, MillraceError, NonFiniteError, StopRequeste
 from rlcore.run.watchdog import read_failures
 from tests.flows.conftest import wait_until
 from tests.helpers import small_trainer
+from tests.helpers.hub_server import HUB_ID, Repository, serving
+from tests.models.tiny import write_model
 
 
 @pytest.mark.parametrize(
@@ -389,3 +393,25 @@ def test_trainer_has_module_path_of_its_flow(tmp_path, monkeypatch):
     assert places.count(here) == 1
     assert found["TOKENIZERS_PARALLELISM"] == "true"
     assert found["PYTHONFAULTHANDLER"] == CHILD_ENVIRONMENT["PYTHONFAULTHANDLER"] == "1"
+
+
+LOAD = """
+import sys, torch
+from rlcore.config.model import ModelConfig
+from rlcore.models.load import load_policy
+load_policy(sys.argv[1], model=ModelConfig(), device=torch.device("cpu"))
+"""
+
+
+def test_libraries_print_nothing_about_a_model_of_the_hub(tmp_path):
+    model = write_model("qwen2-tied", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    save_file({**weights, "model.extra": torch.zeros(2)}, model / "model.safetensors", metadata={"format": "pt"})
+    files = {file.name: file.read_bytes() for file in model.iterdir()}
+    with serving({HUB_ID: Repository({"a" * 40: files}, {"main": "a" * 40})}) as hub:
+        own = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+        environment = {**trainer.trainer_variables(None), **own, "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-P", "-c", LOAD, HUB_ID]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "1 weights are ignored, first model.extra" in done.stderr
+    assert done.stderr.count("\n") == 1
