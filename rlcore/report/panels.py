@@ -214,7 +214,7 @@ def _draw(groups: Groups, find: GetSeries, totals: GetSeries, x_label: str, unit
             count = num_seeds([run for run, _ in found])
             seeds = f" ({count} seeds)" if count > 1 else ""
             curves = [plots.series_over(series, totals(run)) for run, series in found]
-            plots.plot_group(axes, curves, plots.CYCLE[place % len(plots.CYCLE)], label + seeds)
+            plots.plot_group(axes, curves, place, label + seeds)
     plots.format_axes(axes, x=x_label, y=unit, steps=x_label == "training step")
 
 

@@ -47,6 +47,13 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
 each of them is found in the text of a chart and replaced by a CSS variable."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
+STYLES: tuple[Mapping[str, Any], ...] = (
+    {"zorder": 2.0, "linewidth": 2.4, "linestyle": "-"},
+    {"zorder": 2.1, "linewidth": 2.4, "linestyle": (0, (3, 3))},
+    {"zorder": 2.2, "linewidth": 1.1, "linestyle": "-"},
+    {"zorder": 2.3, "linewidth": 1.1, "linestyle": (0, (6, 6))},
+)
+"""The styles of the curves of a comparison, from the bottom to the top. If four curves coincide, each is visible."""
 MAX_POINTS = 400  # of a line
 FEW_POINTS = 12  # a line with more has no markers
 WIDTH_IN = 6.4
@@ -71,7 +78,7 @@ SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "millrace",  # reproducible bytes
 }
-_LEGEND_CHARACTERS, _KEY_CHARACTERS = 84, 6  # of a line of the legend, and of a line sample with its gaps
+_LEGEND_CHARACTERS, _KEY_CHARACTERS = 84, 8  # of a line of the legend, and of a line sample with its gaps
 SMOOTHING_SHARE = 15  # a smoothed curve is the mean over 1/15 of the run, and over at least 3 steps
 GRID_POINTS = 120  # at which curves of several seeds are averaged
 MIN_STEPS = 10  # in the last third, for a trend
@@ -232,9 +239,9 @@ def plot_series(axes: "Axes", series: Series, color: str, label: str, *, smoothe
     axes.plot(mean.index, mean, color=LIGHT[color], label=f"{label} (mean of {window_of(series)} steps)")
 
 
-def _plot_points(axes: "Axes", points: Series, color: str, label: str) -> None:
+def _plot_points(axes: "Axes", points: Series, color: str, label: str, **style: Any) -> None:
     marker = "o" if len(points) <= FEW_POINTS else ""
-    axes.plot(points.index, points, color=LIGHT[color], marker=marker, markersize=3.5, label=label)
+    axes.plot(points.index, points, color=LIGHT[color], marker=marker, markersize=3.5, label=label, **style)
 
 
 def plot_intervals(
@@ -247,18 +254,19 @@ def plot_intervals(
     axes.errorbar(x, [one.value for one in found], ends, label=label, **look)
 
 
-def plot_group(axes: "Axes", curves: Sequence[Series], color: str, label: str) -> None:
+def plot_group(axes: "Axes", curves: Sequence[Series], place: int, label: str) -> None:
     """Plot the curves of a group of runs. A single curve is plotted as it is. Several curves are plotted as their mean
-    and a band from the lowest curve to the highest."""
+    and a band from the lowest curve to the highest. `place`: the number of the group, which determines its style."""
+    color, style = CYCLE[place % len(CYCLE)], STYLES[place % len(STYLES)]
     if len(curves) == 1:
-        _plot_points(axes, curves[0], color, label)
+        _plot_points(axes, curves[0], color, label, **style)
         return
     band = band_of(curves)
     if band.index[0] == band.index[-1]:  # with one point each, a band has no width
         plot_intervals(axes, [(band.index[0], Interval(*band.iloc[0]))], color, label)
         return
     axes.fill_between(band.index, band["min"], band["max"], color=LIGHT[color], alpha=0.16, linewidth=0)
-    axes.plot(band.index, band["mean"], color=LIGHT[color], label=label)
+    axes.plot(band.index, band["mean"], color=LIGHT[color], label=label, **style)
 
 
 def format_axes(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = True) -> None:
@@ -288,6 +296,6 @@ def legend(axes: "Axes") -> None:
         ncols=max(1, min(4, _LEGEND_CHARACTERS // longest)),
         borderaxespad=0.2,
         columnspacing=1.4,
-        handlelength=1.4,
+        handlelength=2.4,
         handletextpad=0.5,
     )

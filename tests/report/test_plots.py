@@ -6,9 +6,11 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from rlcore.report.plots import SETTINGS, legend, series_of, smooth, thin, window_of
+from rlcore.report.plots import CYCLE, LIGHT, SETTINGS, STYLES, legend, plot_group, series_of, smooth, thin, window_of
 from tests.helpers.reports import page_of
 
 pytestmark = pytest.mark.slow
@@ -56,6 +58,21 @@ def test_legends_fit_the_figure():
     assert figure.bbox.x0 <= box.x0
     assert box.x1 <= figure.bbox.x1
     assert box.y1 <= figure.bbox.y1
+
+
+def test_curves_that_coincide_are_all_visible():
+    colors = CYCLE[: len(STYLES)]
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(6.4, 2.7), dpi=160)
+        canvas = FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        for place in range(len(STYLES)):
+            plot_group(axes, [series_of(enumerate(np.linspace(0, 1, 100)))], place, f"run {place}")
+        axes.set_axis_off()
+        canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3].reshape(-1, 3)
+    shown = {color: int((np.abs(pixels - 255 * np.array(to_rgb(LIGHT[color]))) < 2).all(1).sum()) for color in colors}
+    assert min(shown.values()) > 100, shown
 
 
 def test_smooth_is_centred_mean():
