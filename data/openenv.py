@@ -16,7 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from data.rows import Message, Row, TaskRows
 from rlcore.config.data import CustomData
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError
 from rlcore.rollout.environment import OWN_SEED, Turn
 from rlcore.rollout.scoring_worker import describe
 
@@ -33,10 +33,11 @@ _CAPACITY = "Start it with a session for each open episode: trainer.batch_size x
 
 
 def build(settings: CustomData, seed: int) -> TaskRows:
-    """Return numbered games, each with a separate seed. `data.options`: the prompt and its form, `text` or `chat`."""
+    """Return numbered games, each with a separate seed. `data.options`: the prompt and its form, `text` or `chat`.
+    Raises ConfigError for other options."""
     prompt, form = (*settings.options, "chat", "chat")[:2] if settings.options else ("", "chat")
     if GAME not in prompt or form not in ("chat", "text"):
-        raise DataError(
+        raise ConfigError(
             f"data.options: must be a prompt with {GAME}, the game's number, and optionally text for a prompt without "
             f"chat template; got {list(settings.options)}. Such as data.options=['Game {GAME}. Guess the number.']"
         )

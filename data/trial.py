@@ -31,7 +31,7 @@ from rlcore.config.data import (
     VerifiersData,
     scorer_of_row,
 )
-from rlcore.errors import DataError, MillraceError
+from rlcore.errors import ConfigError, DataError, MillraceError
 from rlcore.rollout.by_part import with_scorer
 from rlcore.storage.manifest import read_manifest
 
@@ -130,7 +130,8 @@ def _build_in_process(config: CustomData | VerifiersData, seed: int) -> FirstRow
     _, mark, line = f"\n{done.stdout}".rpartition(f"\n{_MARK}")
     result: dict[str, Any] = json.loads(line.partition("\n")[0]) if mark else {}
     if "error" in result or not result:
-        raise DataError(result.get("error") or f"{_named(config)} ended its process ({done.returncode})")
+        kind = ConfigError if result.get("is_setting") else DataError
+        raise kind(result.get("error") or f"{_named(config)} ended its process ({done.returncode})")
     return FirstRow(**result)
 
 
@@ -145,7 +146,7 @@ def _main() -> None:
     try:
         result = asdict(_build_first_row(config, request["seed"]))
     except MillraceError as error:
-        result = {"error": str(error)}
+        result = {"error": str(error), "is_setting": isinstance(error, ConfigError)}
     except Exception as error:  # a user's build can raise anything
         result = {"error": f"{_named(config)} failed to make its first row: {type(error).__name__}: {error}"}
     sys.stdout.write(f"\n{_MARK}{json.dumps(result)}\n")

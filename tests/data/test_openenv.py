@@ -10,7 +10,7 @@ from data.openenv import OpenEnv, RepeatableOpenEnv, build
 from flows.stack.services import free_port
 from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.data import CustomData
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError
 from rlcore.rollout.environment import PLAY, Episode, turn_from_score
 from rlcore.rollout.scoring import ScoringPool
 from tests.data.openenv_servers import any_server, failed, game_server, observed
@@ -130,7 +130,7 @@ def test_games_have_own_numbers_and_seeds():
     assert seeds.isdisjoint(row.ground_truth["seed"] for row in build(settings, 4).splits["train"])
     assert (rows.prompt_form, build(CustomData(options=("{game}",)), 1).prompt_form) == ("text", "chat")
     for options in ((), ("no number",), ("{game}", "plain")):
-        with pytest.raises(DataError, match=r"data\.options: must be a prompt with {game}"):
+        with pytest.raises(ConfigError, match=r"data\.options: must be a prompt with {game}"):
             build(CustomData(options=options), 1)
 
 

@@ -128,6 +128,11 @@ def test_failing_code_and_builds_are_refused(dry_run, overrides, message):
         dry_run(*overrides)
 
 
+def test_wrong_option_of_a_build_is_a_wrong_setting(dry_run):
+    with pytest.raises(ConfigError, match=r"data\.options: must be a prompt with {game}.* got \['no number'\]"):
+        dry_run("data=openenv", "data.options=[no number]", "episode.server=http://127.0.0.1:9", "warm_start.enabled=false")
+
+
 @pytest.mark.parametrize(
     ("without", "template", "overrides", "message"),
     [
