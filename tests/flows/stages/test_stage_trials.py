@@ -81,6 +81,7 @@ def dry_run(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatc
     return run
 
 
+NOWHERE = "http://127.0.0.1:9"  # an address without a server
 READS = ["warm_start.enabled=false", "filter.max_prompt_tokens=256", "rollout.max_response_tokens=64"]
 OWN_BUILD = ("data=custom", "data.build=tried_out:seven", "data.scorer=tried_out:right")
 JUDGE = ("data.scorer=data.judge:score", "reward.num_processes=1", "reward.deadline_s=35",
@@ -116,7 +117,7 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
         (["data.environment=tried_out:Other", "warm_start.enabled=false"],
          r"data\.environment: must repeat its replies, or declare repeatable = False; got tried_out:Other, "),
         (["data=openenv", "data.options=['{game}',text]", "warm_start.enabled=false",
-          "episode.server=http://127.0.0.1:9"],
+          f"episode.server={NOWHERE}"],
          r"data\.environment: .*episode\.server: .* got from http://127\.0\.0\.1:9 ConnectError: .* Start it, correct"),
         (["data=custom", "data.build=tried_out:seven", "data.environment=data.openenv:OpenEnv", "episode.server=''",
           "warm_start.enabled=false"],
@@ -130,7 +131,7 @@ def test_failing_code_and_builds_are_refused(dry_run, overrides, message):
 
 def test_wrong_option_of_a_build_is_a_wrong_setting(dry_run):
     with pytest.raises(ConfigError, match=r"data\.options: must be a prompt with {game}.* got \['no number'\]"):
-        dry_run("data=openenv", "data.options=[no number]", "episode.server=http://127.0.0.1:9", "warm_start.enabled=false")
+        dry_run("data=openenv", "data.options=[no number]", "warm_start.enabled=false", f"episode.server={NOWHERE}")
 
 
 @pytest.mark.parametrize(
