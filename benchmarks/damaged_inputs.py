@@ -6,8 +6,8 @@
 
 Each case damages a copy of a stopped or a finished run, and repeats the command of the run. A case passes if the
 numbers equal those of an undamaged run and the console names the damaged file. A case also passes if the command
-refuses the run with a message that names the file. If the journal is damaged, steps may be lost, but the console and
-the report must name the loss. The results are written to build/results/damaged_inputs.json or to --out.
+refuses the run with a message that names the file. If the journal is damaged, steps may be missing in it, but the
+console and the report must mention the gap. The results are written to build/results/damaged_inputs.json or to --out.
 """
 
 import argparse

@@ -37,8 +37,8 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """A `WorkerGroup` whose responses have the given lengths in each step. Their order changes from step to step, so
-    that no step repeats an earlier one. If `real` is False, no engine runs, and the responses are random."""
+    """A `WorkerGroup` whose responses have the given lengths in each step. The order of lengths changes from step to
+    step, so that no step repeats an earlier one. If `real` is False, no engine runs, and responses are random."""
 
     def __init__(self, config: RunConfig, directory: Path, lengths: Sequence[int], *, real: bool = True):
         self._group = start_workers(config, str(directory))

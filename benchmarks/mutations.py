@@ -12,7 +12,7 @@ Another kind of mutation deletes a statement: a call, a raise, a break or a `+=`
 that execute the mutated statement run, beginning with the 20 quickest. If a test fails, it has noticed the mutation,
 and no more tests run. The folder's tests run instead if --lines is not given or no test executes the statement. A
 timeout (--limit) also counts as noticed. At the end, the tests that noticed a mutation run on the unchanged sources. If
-a test also fails there, its mutations count as unnoticed.
+a test also fails there, the mutations that it noticed count as unnoticed.
 
 The mutations and their tests are written to --out (JSON). If the file exists, its results for folders without new
 mutations are kept. If an unnoticed mutation changes no behavior, a reader can write the reason into the file, as

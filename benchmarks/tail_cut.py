@@ -7,8 +7,8 @@
 With a tail cut, a step trains on the first groups of responses that are finished. The other groups continue in the next
 step. `rollout.finish_share` is the share of groups that a step finishes.
 
-Without --experiment, the steps are those of `benchmarks.grpo_step` with an importance correction. The length of a
-response is geometric, and the response's seed determines the length. The geometric distribution is memoryless, so the
+Without --experiment, the steps are those of `benchmarks.grpo_step` with an importance correction. Response lengths are
+geometrically distributed and determined by the responses' seeds. The geometric distribution is memoryless, so the
 remaining length of a continued response is drawn in the same way. With --experiment, `millrace train` runs each seed
 with each value of `rollout.finish_share`. Finished runs are not repeated. Other arguments are overrides of settings.
 """
@@ -40,7 +40,7 @@ CARRIED = ("rollout/cut_length", "rollout/carried_groups", "rollout/carried_toke
 
 
 class SeededLengths(FixedLengths):
-    """A `WorkerGroup` whose response lengths are geometric and determined by the seeds of the responses."""
+    """A `WorkerGroup` whose response lengths are geometrically distributed and determined by the responses' seeds."""
 
     mean = 1.0
 

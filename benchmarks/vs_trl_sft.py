@@ -6,9 +6,9 @@
     python -m benchmarks.vs_trl_sft --trl-python OTHER_ENVIRONMENT/bin/python
 
 Both sides start from the same random weights, take the same rows in the same order, and update with AdamW at the same
-constant rate. A row has a prompt and a response of random length. The loss covers only the response. The sides run one
-after the other, each in a new process. On a CPU both compute in float32, and the command fails if two losses differ by
-more than 1e-4. On a GPU both keep float32 weights and compute in bfloat16. TRL pads its batches, unless
+constant learning rate. A row has a prompt and a response of random length. The loss covers only the response. The sides
+run one after the other, each in a new process. On a CPU both compute in float32, and the command fails if two losses
+differ by more than 1e-4. On a GPU both keep float32 weights and compute in bfloat16. TRL pads its batches, unless
 `--padding-free` is given (with FlashAttention). Token counts exclude padding.
 """
 

@@ -96,7 +96,7 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
     """Return a response that gives `equation`. If the template has a `<think>` section, this section shows the
-    equation's value. If `data.search_tries` is set, it shows failed tries and then the steps of the equation.
+    equation's value, or, with `data.search_tries`, failed tries and then the steps of the equation.
     """
     last = evaluate(equation)
     assert last is not None

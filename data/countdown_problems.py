@@ -1,7 +1,8 @@
 """Countdown problems that are solvable by construction. The two splits share no multiset of numbers.
 
-A small set of possible problems is enumerated (5,326 in the demo). Otherwise random equations are drawn in chunks, each
-with a generator seeded by (seed, chunk). With `data.targets=uniform`, numbers and targets are drawn independently."""
+If the set of possible problems is small, it is enumerated (5,326 in the demo). Otherwise random equations are drawn in
+chunks, each with a generator seeded by (seed, chunk). With `data.targets=uniform`, numbers and targets are drawn
+independently."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -171,7 +172,7 @@ def _sample(pool: list[Problem], size: int, split: str, rng: np.random.Generator
 
 
 def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rational, Term]:
-    """Return every value of an equation over all the numbers, with the shortest equation for each value."""
+    """Return every value that an equation using all the numbers can have, with the shortest equation for each value."""
     size = len(numbers)
     reached: list[dict[Rational, Term]] = [{} for _ in range(2**size)]
     for index, number in enumerate(numbers):

@@ -61,7 +61,7 @@ def tokenized_directory(
     root: Path,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Return the folder for the tokenized rows of the file `warm_start.demonstrations`. It is below `paths.root`."""
+    """Return the folder below `paths.root` for the tokenized rows of the file `warm_start.demonstrations`."""
     payload = {
         "version": VERSION,
         "file": content_digest(Path(config.demonstrations or "")),
@@ -86,9 +86,9 @@ def tokenize_demonstrations(
     """Tokenize a file of demonstrations and hold out some rows, or reuse a stored result.
 
     The result counts the rows of `train` and `validation`, and the omitted rows: `overlong`, `empty` (a turn without
-    text), `duplicate` and `identical` (two equal responses). Raises DataError if a row has an invalid form, the
-    template changes a response, or fewer than two rows remain. Raises DiskSpaceError if the disk is full. No partial
-    result remains after an error."""
+    text), `duplicate` and `identical` (the chosen and the rejected response are equal). Raises DataError if a row has
+    an invalid form, the template changes a response, or fewer than two rows remain. Raises DiskSpaceError if the disk
+    is full. No partial result remains after an error."""
     directory = tokenized_directory(
         config, tokenizer_dir, seed=seed, root=root, chat_template_kwargs=chat_template_kwargs
     )

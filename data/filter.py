@@ -1,8 +1,8 @@
 """The tokenization filter. It tokenizes each prompt once, and drops, truncates or refuses overlong prompts.
 
 The result adds the columns `prompt_ids`, `solution_ids`, `distractor_ids` and `ground_truth_json`. The ids of a prompt
-include the chat template, and the ids of a solution the end token. `solution_ids` is [] if the chat template changes
-the solution."""
+include the chat template, and the ids of a solution include the end token. `solution_ids` is [] if the chat template
+changes the solution."""
 
 import logging
 import re
@@ -77,7 +77,7 @@ def filter_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> StageResult:
-    """Tokenize and filter a published dataset, or reuse a stored result. Each part of a mixture is filtered alone.
+    """Tokenize and filter a published dataset, or reuse a stored result. Each part of a mixture is filtered separately.
 
     The result counts the rows of `train` and `validation`, and the omitted rows, such as `train/overlong` and
     `train/duplicate`. Raises DataError if a row breaks the schema or the settings, no row is left, or the splits

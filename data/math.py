@@ -1,6 +1,6 @@
 r"""Scorer for mathematics of any kind. The last `\boxed{}` counts, as in the usual graders of MATH.
 
-Reference and response are read by the same rules, as a whole or not at all:
+Reference and response are read by the same rules, as a whole or not at all. The rules of equality by kind:
 
     numbers       written numbers (`data.written_numbers`) have equal values; form, unit and currency do not matter
     words         `\text{Sunday}`, `B`, `\textbf{(B)}\ 36`, `5\text{ ft }2\text{ in}` have the same words in order
@@ -8,7 +8,8 @@ Reference and response are read by the same rules, as a whole or not at all:
     expressions   other texts that the math-verify library reads as a whole are equal if the library says so
 
 math-verify ignores a part of many texts (`\approx 18`, units), reads `1 234` as 235, and computes `36 \div 2`. Such
-texts never reach it. Some computations (`9^{9^{9}}`) never end, so this scorer needs processes with a deadline.
+texts never reach the library. Some computations (`9^{9^{9}}`) never end, so this scorer needs processes with a
+deadline.
 """
 
 import logging

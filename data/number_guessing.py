@@ -3,7 +3,7 @@
     millrace run experiment=number_guessing
 
 The replies are words of the scratch tokenizer: `+` means higher, `-` means lower, and `:` means an invalid guess. A
-prompt is the index of the game in base 8. It says nothing about the number, which comes from the seed of the episode.
+prompt is the index of the game in base 8. It says nothing about the secret number, which comes from the episode's seed.
 """
 
 import random

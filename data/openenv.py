@@ -117,7 +117,7 @@ class OpenEnv:
         return found if isinstance(found, dict) else None
 
     def reply(self, observation: Mapping[str, Any]) -> str:
-        """Convert an observation to text: its only text field, or JSON if it has no or several text fields."""
+        """Convert an observation to text: its text field if it has exactly one, otherwise all fields as JSON."""
         fields = _fields[self.server]["observation"]
         if missing := fields.keys() - observation.keys():
             raise self._error(f"an observation without {', '.join(sorted(missing))}", _CHANGED)

@@ -64,7 +64,7 @@ class Record:
         return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
 
     def find(self, column: str) -> tuple[Any, str]:
-        """Return the value of a column and ''. If the column is missing, return None and a text with what exists."""
+        """Return a column's value and ''. If the column is missing, return None and a text that says what exists."""
         if column in self.values:
             return self.values[column], ""
         found: Any = self.values

@@ -3,7 +3,7 @@
 Each row is scored on two responses that must be correct. The first is the row's solution. The second is the row's
 reference in a form that the scorer reads, such as `#### 18`. A row that has neither of them is scored on a wrong
 response, which must not cause an error. A solution that the scorer cannot read is accepted if no warm start trains on
-it. The result is stored next to the datasets. It is used again for the same dataset and the same code of the scorer.
+it. The result is stored next to the datasets and reused as long as the dataset and the scorer's code are the same.
 """
 
 import json
@@ -143,7 +143,7 @@ def check_references(
     *,
     is_taught: bool = False,
 ) -> str:
-    """Check that the scorer of a task gives its references the full score. Return a warning, or ''.
+    """Check that a task's scorer gives the full score to the task's references. Return a warning, or ''.
 
     Environments, judges and generated problems are not checked. `is_taught`: whether a warm start trains on the
     solutions. Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score. Raises
@@ -252,7 +252,7 @@ class _Checker:
         return best if 2 * counts[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> dict[tuple[str, int], str]:
-        """Return a text about each row without a full score, by split and number."""
+        """Return a text about each row without a full score, by split and row number."""
         cases: list[tuple[RowReference, str, bool]] = []  # row, response, whether it is correct
         for row in rows:
             if row.solution:

@@ -183,7 +183,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """Return a file's provenance document, or {} if it has none. Raises DataError if the document cannot be read."""
+    """Return a file's provenance document, or {} without a valid one. Raises DataError if the file cannot be read."""
     raw = (open_parquet(path).metadata.metadata or {}).get(PROVENANCE_KEY)
     try:
         found = json.loads(raw) if raw else {}
@@ -206,7 +206,7 @@ def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 def write_splits(
     directory: Path, task: TaskRows, document: Mapping[str, Any], splits: Sequence[str] = SPLITS
 ) -> dict[str, int]:
-    """Write `<split>.parquet` for each split with `document` as provenance. Return the numbers of rows."""
+    """Write `<split>.parquet` for each split with `document` as provenance. Return the number of rows in each split."""
     if missing := [split for split in splits if split not in task.splits]:
         raise DataError(
             f"{task.data_source}: the task's rows have no split {missing}; give both {' and '.join(SPLITS)}"

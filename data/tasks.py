@@ -165,7 +165,7 @@ _COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
 def build_parquet(settings: ParquetData, seed: int) -> TaskRows:
-    """Return the rows of two parquet files, without columns outside the schema."""
+    """Return the rows of two parquet files, with only the columns of the schema."""
     files = _parquet_files(settings)
     types, forms = set(), set()
     for path in files.values():
@@ -240,7 +240,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 def build_mapped(settings: MappedData, seed: int) -> TaskRows:
     """Return rows from the named columns of a dataset. Raises ConfigError if the first record lacks a column, and
-    DataError if a later one does."""
+    DataError if a later record does."""
     splits = {"train": settings.train_split, "validation": settings.validation_split}
     return TaskRows(
         data_source=settings.data_source or Path(settings.source).resolve().name,  # resolved: `.` has no name

@@ -1,7 +1,7 @@
 """Rows of a task before its dataset is built, to detect errors early.
 
 A user's build function runs in a process with a deadline: `python -m data.trial` reads settings and seed as JSON, and
-writes the first row of the function as JSON.
+writes the first row that the function returns as JSON.
 """
 
 import json
@@ -51,7 +51,7 @@ class FirstRow:
 
 
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
-    """Read the first training row from an existing dataset, or build it. Return None if building would take long."""
+    """Read the first training row from an existing dataset, or build the row. Return None if building takes long."""
     dataset = dataset_directory(config, seed, root)
     if read_manifest(dataset) is not None:
         parquet = dataset / "train.parquet"
@@ -74,7 +74,7 @@ def validate_rows(
     """Build the rows of local files to check them, unless the dataset exists. For parquet, check only the scorers.
 
     A prompt in both splits is an error. With `each_once`, a repeated prompt in a split is also an error. Return the
-    number of rows in the first split, or None if no rows are built."""
+    number of rows in the first split, or None for tasks whose rows are not checked here."""
     if isinstance(config, ParquetData):
         require_scorers(config, splits)
     is_code = isinstance(config, CustomData) and config.build == "data.code:build"

@@ -222,8 +222,8 @@ def is_unit(unit: str) -> bool:
 
 
 def is_counted(word: str) -> bool:
-    """Return whether a word can name what a number counts: a unit, or a plural such as `apples`. Words of one letter
-    cannot, nor can plurals that multiply the number, such as `dozens`."""
+    """Return whether a word can name what a number counts: a unit, or a plural such as `apples`. Return False for words
+    of one letter, and for plurals that multiply the number, such as `dozens`."""
     if _UNIT_WORD.fullmatch(word):
         return True
     return _PLURAL.fullmatch(word) is not None and not (_NO_PLURAL.fullmatch(word) or makes_another(word))

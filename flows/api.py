@@ -135,7 +135,7 @@ def run(settings: RunSettings) -> Run:
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:
-    """Return a run by its folder, id or unique prefix of an id under `root`. Raises DataError if no run matches."""
+    """Return a run by its folder, or by its id or unique id prefix under `root`. Raises DataError if no run matches."""
     return Run(*find_run([str(run)], None if root is None else Path(root)))
 
 

@@ -175,7 +175,7 @@ def show_report(run: OpenRun, html: Path) -> None:
 
 
 def assets_of(stage: Stage[Any], run: OpenRun) -> list[Asset]:
-    """Return the Prefect asset for the folder that a stage writes. The list is empty if `stage.asset` is None."""
+    """Return a list with the Prefect asset for the folder that a stage writes, or [] if `stage.asset` returns None."""
     if (place := stage.asset(run)) is None:
         return []
     properties = AssetProperties(name=stage.title(run), url=place.as_uri())
@@ -265,7 +265,7 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update checkpoints, summary and MLflow link. Unless `now`, do nothing if the last update was less than
+        """Update checkpoints, summary and MLflow link. Without `now`, do nothing if the last update was less than
         `SUMMARY_EVERY_S` seconds ago."""
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 REWARD, HELD_OUT_REWARD = "reward", "val/reward"
-"""The metrics that trackers show first. The first is the mean score of the responses in a training step, and the second
-is the mean score of the responses in a validation."""
+"""The metrics that trackers show first. `REWARD` is the mean score of the responses in a training step, and
+`HELD_OUT_REWARD` is the mean score of the responses in a validation."""
 FULL_SCORE = 1.0
 """The value of the part `correct` for a correct response. If a score has no such part, its total is compared with this
 value."""
@@ -27,7 +27,7 @@ class Score:
 
     @property
     def solved(self) -> bool:
-        """True if the part `correct` is 1. If there is no such part, True if the total is 1."""
+        """True if the part `correct` is at least 1, or if there is no such part and the total is at least 1."""
         return self.parts.get("correct", self.total) >= FULL_SCORE - _ROUNDING
 
 

@@ -17,7 +17,7 @@ FOLDER_VARIABLE = "MILLRACE_STACKS"
 """The environment variable that names the folder of the stack files. Without this variable no process registers."""
 DUMP_SIGNAL = signal.SIGUSR2
 DUMP_TIMEOUT_S = 3.0
-"""The seconds that a process has for writing its stacks."""
+"""The time limit, in seconds, for a process to write its stacks."""
 POLL_S = 0.02
 _ENDED = "has ended"
 

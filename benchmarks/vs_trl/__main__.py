@@ -12,11 +12,11 @@ r"""Compare TRL's GRPOTrainer with our trainer on the same model, prompts, batch
 The trainers (sides) run one after the other, each in a new process. TRL runs with the settings that make it fastest:
 the best micro-batch, no gradient checkpointing, SDPA, fused AdamW, and no unneeded forward pass.
 
-On a GPU, all sides run one GPU's share of verl's Llama-3.2-1B benchmark with random weights. It has 128 prompts of 107
-tokens with 5 responses each, four updates, and a reference policy. TRL pads its batches, so `--lengths equal` is its
-best case. With `--lengths drawn` (geometric, up to 1,024) TRL computes mostly padding. Memory is the peak that the
+On a GPU, all sides run one GPU's share of verl's Llama-3.2-1B benchmark with random weights. This share has 128 prompts
+of 107 tokens with 5 responses each, four updates, and a reference policy. TRL pads its batches, so `--lengths equal` is
+its best case. With `--lengths drawn` (geometric, up to 1,024) TRL computes mostly padding. Memory is the peak that the
 driver reports for the whole GPU. The sides are trl-fp32 (float32 master weights, bfloat16 autocast), trl-bf16 (weights
-and optimizer in bfloat16), and ours. The learning rate 1e-6 is too small for bfloat16 weights.
+and optimizer in bfloat16), and ours. Updates at the learning rate 1e-6 are too small to change most bfloat16 weights.
 
 With `--experiment`, all sides learn from the same initial policy and save their weights every 20 steps. On a CPU, the
 default is `--experiment countdown_demo`, in float32 and with generation by transformers. After training, one process

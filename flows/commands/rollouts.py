@@ -102,7 +102,7 @@ def rollouts(
 def _require_step(folder: Path, query: "Query", given: str) -> None:
     """Raise ConfigError if the steps of a query have no recorded response of its kind. The message lists other steps.
 
-    Of more than 8 steps, it lists the first three and the last.
+    If there are more than 8, the message lists the first three and the last.
     """
     from rlcore.config.problems import Problem, settings_error
     from rlcore.responses.query import Query, find_responses

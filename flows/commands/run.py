@@ -204,7 +204,7 @@ def compose_arguments(
 def _settings_of_run(run: Sequence[str], root: Path | None) -> "RunSettings":
     """Return the settings of a run that is named by its folder or id, or compose them from KEY=VALUE.
 
-    The run's workspace is the one that holds its folder, because the workspace may have been moved.
+    In the result, `paths.root` is the folder that now holds the run, because the workspace may have been moved.
     """
     from flows.work.runs import find_run, is_named
 

@@ -251,7 +251,7 @@ def print_warnings(lines: Iterable[str]) -> None:
 def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
     """If `cfg` is set, print the settings as YAML, or only the section or value `package`.
 
-    Otherwise print the files, groups and overrides that the settings come from, or the part of this list in `info`.
+    Otherwise print the sources of the settings (files, groups and overrides), or the part of them that `info` names.
     """
     from rlcore.config.base import conf_dirs
     from rlcore.config.compose import compose
@@ -274,7 +274,7 @@ def show_settings(settings: "RunSettings", cfg: str | None, package: str | None,
 
 
 def _settings_text(settings: dict[str, Any], package: str) -> str:
-    """Return the section or value `package` as text, or all settings if it is ''. Raises ConfigError for others."""
+    """Return the section or value `package` as text, or all settings for ''. Raises ConfigError for an unknown key."""
     from rlcore.config.base import leaves
     from rlcore.config.documents import to_yaml
     from rlcore.config.problems import Problem, did_you_mean, plain_text, settings_error

@@ -148,8 +148,8 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """Return the server of `PREFECT_API_URL`, or else the running server recorded in the workspace.
-    Set the login of the recorded server. Raises MillraceError if the server of `PREFECT_API_URL` cannot be used.
+    """Return the server of `PREFECT_API_URL`, else the running server recorded in the workspace, else None. Set the
+    recorded server's URL and login in `os.environ`. Raises MillraceError if `PREFECT_API_URL` cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     if _own is not None and _own.url == url:

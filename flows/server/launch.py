@@ -4,7 +4,7 @@
 
 The launcher asks the kernel to send it SIGTERM when the parent's thread that started it ends. This request remains
 valid after the launcher has replaced itself with the command. A `preexec_fn` could make the same request, but it may
-deadlock if a process has threads. The launcher delays the command by 20 ms.
+deadlock if the parent has threads. The launcher delays the command by 20 ms.
 """
 
 import ctypes

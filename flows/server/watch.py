@@ -133,8 +133,8 @@ def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iter
     """Convert a stop signal inside the block into FlowCancelledError, which sets the flow run to Cancelled.
 
     Prefect itself treats SIGINT as a crash, and leaves a wrong state after SIGTERM. A deployed run also gets a signal
-    when its worker ends, but `millrace up` resumes it later. The signal's error is therefore converted only if the
-    flow run was cancelled or `is_stopped` returns true.
+    when its worker ends, but `millrace up` resumes it later. For a deployed run, the signal's error is therefore
+    converted only if the flow run was cancelled or `is_stopped` returns true.
     """
     try:
         yield
@@ -223,7 +223,7 @@ def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
 def shorten_known_errors(record: logging.LogRecord) -> bool:
     """Replace the traceback in a log record by the error's message if the error is a MillraceError.
 
-    A cancellation gets the level INFO. Return False to drop a record of Prefect that repeats or contradicts others.
+    A cancellation gets the level INFO. Return False to drop a Prefect record that repeats or contradicts another one.
     """
     if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"

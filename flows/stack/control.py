@@ -271,7 +271,7 @@ def keep_profile(url: str, login: str) -> tuple[bool, str]:
 
 
 def remove_profile(url: str) -> str:
-    """Remove the Prefect profile for the stack's API at `url`. Return a line for the user, or '' if there is none."""
+    """Remove the Prefect profile for the API at `url`. Return a line for the user, or '' if no such profile exists."""
     from prefect.settings import PREFECT_API_URL, load_profiles, save_profiles
 
     try:

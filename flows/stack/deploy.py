@@ -93,7 +93,7 @@ def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
 
 
 def apply_deployments() -> None:
-    """Apply `conf/prefect.yaml` by `prefect deploy --all`. It keeps schedules but resumes paused deployments."""
+    """Apply `conf/prefect.yaml` by `prefect deploy --all`, which keeps schedules but resumes paused deployments."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
     done = subprocess.run(command, cwd=SOURCE_FOLDER, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -125,7 +125,7 @@ def without_null_types(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAILURE_EVENTS = ("Failed", "Crashed", "TimedOut", "Suspended")
-"""The flow-run states that send a notification.
+"""The flow-run states that cause a notification.
 
 Paused is not among them, because a paused run waits for disk space or slots and then continues without a user.
 """
@@ -211,8 +211,8 @@ SUSPENDED = "Suspended"  # a PAUSED state without a process, which only a resume
 
 
 def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
-    """Reschedule the runs whose process is lost, and return their names. A run that was being cancelled is set to
-    Cancelled. If no worker is up, a pending run counts as lost.
+    """Reschedule the runs whose process is lost, and return their names. A lost run that was being cancelled is set to
+    Cancelled instead. If no worker is up, a pending run counts as lost.
     """
     lost = []
     # A run that waits for disk space or slots is Paused and has its process.

@@ -110,8 +110,8 @@ def _has_login(authorization: str, login: str) -> bool:
 class SlotsLimit:
     """An ASGI application in front of Prefect's server. It lets Prefect's pages show the trainer slots in use.
 
-    Before a client reads concurrency limits, it updates the limit `millrace-slots`. Prefect only displays this limit.
-    Trainers reserve their slots by locked files in the workspace.
+    The application updates the limit `millrace-slots` before a client reads concurrency limits. Prefect only displays
+    this limit. Trainers reserve their slots by locked files in the workspace.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:
@@ -119,8 +119,8 @@ class SlotsLimit:
         self._slots = Slots(root)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to Prefect. If it reads concurrency limits, first update the limit `millrace-slots`: its size
-        is the number of trainer slots, and its active slots are those that runs hold."""
+        """Pass a request to Prefect. Before a request that reads concurrency limits, update the limit `millrace-slots`.
+        Its size is the number of trainer slots, and its active slots are those that runs hold."""
         path = scope.get("path", "")
         if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
             try:

@@ -33,7 +33,7 @@ WRONG_RESPONSE = "0"
 
 
 class Trial:
-    """The trial calls of a run's scorers, environment, loss and advantage before its start, and their warnings."""
+    """The trial calls of a run's scorers, environment, loss and advantage before the run starts, and their warnings."""
 
     def __init__(self, run: OpenRun) -> None:
         self.run = run
@@ -60,7 +60,7 @@ class Trial:
         return [row for task in self.tasks if (row := self.first_row(task)) is not None]
 
     def try_scorers(self) -> None:
-        """Try the scorers or the environment on each task's first row. Raises TrialError with the failed response."""
+        """Try the scorers or the environment on each task's first row. Raises TrialError if one of them fails."""
         config = self.config
         if config.data.environment:
             if rows := self.first_rows():

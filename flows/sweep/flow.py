@@ -136,7 +136,7 @@ class SweepWorker:
         return error
 
     def _train_to(self, members: list[Member], at: int, step: int, trial: Trial) -> bool:
-        """Train the run `members[at]` to `step`, unless it has a score there. Return False if the budget is used up."""
+        """Train run `members[at]` to `step` if it has no score for that step. Return False if the budget is used up."""
         member, number, num_points = members[at], trial.user_attrs[POINT], self._sweep.num_points
         metric, total = self._sweep.metric_of(member.config), member.config.trainer.total_steps
         if member.refresh(metric, step):

@@ -113,7 +113,7 @@ def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlfl
 
 
 def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """Write the best point with its first seed as an experiment. Return None if no point is finished."""
+    """Write the best point with its first seed as an experiment. Return the file, or None if no point is finished."""
     if not rows or rows[0]["state"] != "finished":
         return None
     best, file = rows[0], sweep.folder / BEST_FILE
@@ -129,7 +129,7 @@ def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
 
 
 def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """Write a comparison of all runs on disk that have a score. Return None if fewer than two runs have a score."""
+    """Write a comparison of all runs on disk with a score. Return its HTML file, or None for fewer than two runs."""
     runs = [Path(run["run_dir"]) for row in rows for run in row["runs"] if run["score"] is not None]
     there = [run_dir for run_dir in dict.fromkeys(runs) if (run_dir / JOURNAL_FILE).is_file()]
     if len(there) < MIN_RUNS_TO_COMPARE:

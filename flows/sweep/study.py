@@ -40,7 +40,7 @@ from rlcore.tracking.journal import read_journal
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""The names of a trial's attributes. A trial lacks `settings` if its process was killed before storing them."""
+"""The names of a trial's attributes. A trial lacks `settings` if its process was killed too early."""
 SEED_STRIDE = 100_003  # distance between the sampler seeds of two search seeds; each point has its own
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
@@ -294,7 +294,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """Return the step of a run's newest checkpoint, or 0 after an error. The start of the run will raise the error."""
+    """Return the step of a run's newest checkpoint, or 0 if reading fails. The run's start then raises the error."""
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)

@@ -77,7 +77,7 @@ class MlflowContents:
 def settings_digest(config: RunConfig) -> str:
     """Return a digest of the run's settings, its code, and the address of its MLflow page.
 
-    If it has changed, the inputs are written to MLflow again.
+    If the digest has changed, the inputs are written to MLflow again.
     """
     uri = resolve_uri(config.tracking, Path(config.paths.root).absolute())
     place = fingerprint("page", [uri, config.tracking.experiment])[:8]

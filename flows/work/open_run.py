@@ -69,8 +69,8 @@ SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
     """Raise CheckpointError if the code, data or models of a run differ from the run's record, or if the run has more
-    steps than `trainer.total_steps`. The message lists the changes. `inputs`: the current inputs. If it is None, the
-    filtered rows are not compared with the recorded ones.
+    steps than `trainer.total_steps`. The message lists the changes. `inputs`: the current inputs, or None to leave the
+    filtered rows out of the comparison.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):  # the run has not begun
@@ -101,7 +101,7 @@ def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs 
 
 
 def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
-    """Return the patch from the run's recorded code to the current code in a list, or [] if they are equal.
+    """Return a list with the patch from the run's recorded code to its current code, or [] if both are equal.
 
     The functions of suites that were added or removed are ignored.
     """
@@ -233,7 +233,7 @@ class OpenRun:
 
     @property
     def is_trained(self) -> bool:
-        """True if `committed` is the last step. It does not change during training, because `committed` is cached."""
+        """True if `committed` (cached) is the last step. The value does not change during training."""
         return self.committed >= self.config.trainer.total_steps
 
     @property
@@ -262,7 +262,7 @@ class OpenRun:
 
 
 def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
-    """Return the settings with absolute workspace, MLflow store and interpreter, valid in any folder."""
+    """Return settings that are valid in any folder, with absolute paths of workspace, MLflow store and interpreter."""
     tracking = config.tracking
     if tracking.uri is not None:
         tracking = tracking.model_copy(update={"uri": resolve_uri(tracking, layout.root)})
@@ -312,7 +312,7 @@ def open_run(
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
     """Record in the run's folder that the process `worker`, which works on the run, was asked to stop.
 
-    If a Prefect worker started this process, also record the id of its flow run.
+    If a Prefect worker started the process `worker`, also record the id of its flow run.
     """
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):

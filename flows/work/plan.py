@@ -56,8 +56,8 @@ class RunPlan:
     """The stages of a run with their status, and the run's requirements.
 
     The memory plans are for one rank's GPU. They are None if the model's shape is unknown. Without a warm start,
-    `warm_start_memory` is None. `versions` has the versions of the trainer's packages. If this process has a different
-    version of a package, the key `flow.<package>` has this version.
+    `warm_start_memory` is None. `versions` has the versions of the trainer's packages. If this process uses another
+    version of a package, the key `flow.<package>` has the version of this process.
     """
 
     run_id: str
@@ -81,8 +81,8 @@ class RunPlan:
 
 
 def count_parameters(config: RunConfig) -> tuple[int, int] | None:
-    """Return the numbers of trained parameters (policy and critic) and of all policy parameters, or None if the
-    model's shape is unknown.
+    """Return the number of trained parameters (policy and critic) and the number of all policy parameters, or None if
+    the model's shape is unknown.
     """
     lora, shape = config.model.lora, shape_of(config.model)
     if shape is None:

@@ -265,7 +265,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
 
 
 def is_named(words: Sequence[str]) -> bool:
-    """Return whether a word is the id or folder of a run instead of a setting KEY=VALUE."""
+    """Return whether any of the words is the id or folder of a run instead of a setting KEY=VALUE."""
     return any("=" not in word or (Path(word) / RUN_FILE).is_file() for word in words)
 
 
@@ -368,8 +368,8 @@ class Outcome:
 
 
 def sync(folder: Path, uri: str | None) -> Outcome:
-    """Upload the metrics in a run's journal that MLflow does not have yet. `uri` is the address of the MLflow store. If
-    it is None, the run's own store is used."""
+    """Upload the metrics in a run's journal that MLflow does not have yet. `uri` is the address of the MLflow store, or
+    None for the run's own store."""
     try:
         if not (attempts := read_attempts(folder)):
             return Outcome(folder.name, "has not begun", ok=True)

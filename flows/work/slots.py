@@ -28,7 +28,7 @@ MUTEX_WAIT_S = 60.0  # seconds to wait for other processes that read or acquire 
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """The request of a run for `number` slots. `since` is the time of its first request in seconds since the epoch."""
+    """The request of a run for `number` slots. `since` is the time of the first request, in seconds since the epoch."""
 
     run_id: str
     number: int
@@ -95,7 +95,7 @@ class Slots:
         self._file = self.folder / "slots.json"
 
     def devices(self) -> tuple[str, ...]:
-        """Return the device of each slot, or () if the workspace has no slots, which means no limit of trainers."""
+        """Return the device of each slot, or () if the workspace has no slots and therefore no limit on trainers."""
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
@@ -187,7 +187,7 @@ class Slots:
 class HeldSlots:
     """The slots that a run has acquired. `descriptors`: the file descriptors of their lock files.
 
-    A trainer inherits the descriptors. `environment` limits it to the slots' devices (`CUDA_VISIBLE_DEVICES`).
+    A trainer inherits the descriptors. `environment` limits the trainer to the slots' devices (`CUDA_VISIBLE_DEVICES`).
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class TrainerProcess:
 
     Use it as a context manager in the main thread, because the process ends with the thread that started it. The
     process inherits `lock`, the file descriptor of the run's lock or None. An exception from `on_event`, `on_line` or
-    `on_wait` stops the process. It then has `stop_wait_s` seconds to finish its step and save a checkpoint.
+    `on_wait` stops the process. The process then has `stop_wait_s` seconds to finish its step and save a checkpoint.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ def interpreter_of(python: str | None) -> str:
 def trainer_variables(python: str | None) -> dict[str, str]:
     """Return the trainer's environment variables: those of this process, and a `PYTHONPATH`.
 
-    With the `PYTHONPATH`, the trainer imports the same code as this process. The current folder is its last entry, so
+    With the `PYTHONPATH`, the trainer imports the same code as this process. The last entry is the current folder, so
     the trainer finds custom scorers there, but no file there replaces an installed module. If `python` is set, the
     `PYTHONPATH` contains the packages of that interpreter instead of those of this process. `DELIVERY_VARIABLE` then
     names the interpreter of this process, which uploads the metrics to MLflow.

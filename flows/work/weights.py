@@ -34,7 +34,7 @@ START = "start"  # name of the initial policy in place of a checkpoint
 
 def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
     """Write a checkpoint (`last`, `best`, a step or a folder's name) as a transformers directory. Raises
-    CheckpointError if it is absent or broken, DataError if the run's initial policy is missing.
+    CheckpointError if the checkpoint is absent or broken, and DataError if the run's initial policy is missing.
     """
     info, start = find_checkpoint(layout.checkpoints, checkpoint), find_initial_policy(config, layout)
     if config.runtime.python is None:
@@ -106,7 +106,7 @@ def compose_fork(settings: list[str], source: str, root: Path | None = None, *, 
     """Compose the settings of a run whose initial policy is the checkpoint `source`, given as `RUN[@CHECKPOINT]`.
 
     If needed, the checkpoint is exported to `<root>/models/fork-<digest>`. A dry run writes nothing. If there is no
-    export yet, it plans the new run with the initial policy of the source run. Raises ConfigError for invalid settings,
+    export yet, the dry run plans with the initial policy of the source run. Raises ConfigError for invalid settings,
     and the errors of `find_weights`.
     """
     weights = find_weights(source, root)

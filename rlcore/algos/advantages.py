@@ -25,8 +25,8 @@ VARIANCE_EPS = 1e-8
 
 
 def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
-    """Return `(v - mean) / sqrt(var + 1e-8)` with weighted mean and `var = sum w (v - mean)^2 / (sum w - 1)`. The
-    variance is 0 if the weights sum to one or less."""
+    """Return `(v - mean) / sqrt(var + 1e-8)` with the weighted mean and
+    `var = sum w (v - mean)^2 / max(1, sum w - 1)`."""
     weights = weights.double()
     wide = values.double()
     total = weights.sum()
@@ -58,7 +58,7 @@ def group_advantages(
         remax                   s - score of greedy response      Li et al. 2023, arXiv:2310.10505
 
     s is the response's score, including KL and overlong penalties. mean and std (ddof = 1) are over the n responses to
-    its prompt. For a group of one response, mean is set to 0 and std to 1. `lengths` (l): the tokens of each response.
+    the same prompt. For a group of one response, mean is set to 0 and std to 1. `lengths` (l): tokens per response.
     `greedy_scores`: the score of the greedy response to the same prompt. Integer scores give float32 advantages."""
     # in float64 the mean of equal fp32 scores is exactly that score, and such a group gets exactly 0
     wide = scores.double()
@@ -99,14 +99,14 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
 def pass_at_k(
     scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
 ) -> Scores:
-    """Return advantages for a reward of response sets. A set of k responses gets 1 if at least one of them is correct,
+    """Return advantages for a reward of whole sets of k responses: 1 if at least one response of a set is correct,
     otherwise 0. A correct response has a score of at least `threshold`.
 
         p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
         A = (1 - p) / sigma                        for a correct response: every set that contains it passes
         A = (q - p) / sigma                        for a wrong response, q = 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)
 
-    c of the n responses to a prompt are correct. A is an average over all sets of k responses that contain the
+    c of the n responses to a prompt are correct. A is the mean advantage of all sets of k responses that contain the
     response. A is 0 if p is 0 or 1. If n < k, n replaces k. Source: the analytical form of Chen et al. 2025,
     arXiv:2508.10751."""
     right = scores >= threshold
@@ -272,7 +272,7 @@ def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> 
 
 def overlong_penalty(lengths: Counts, *, max_response_tokens: int, settings: OverlongConfig) -> Scores:
     """Return `-penalty clamp((length - (L - B)) / B, 0, 1)` for each response, or 0 if `enabled` is false. L is the
-    limit and B the buffer. This is DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476)."""
+    token limit, and B the buffer size. This is DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476)."""
     buffer = settings.buffer_tokens or max(1, max_response_tokens // 4)
     excess = (lengths - (max_response_tokens - buffer)).float() / buffer
     share = excess.clamp(0.0, 1.0)

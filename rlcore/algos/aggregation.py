@@ -98,8 +98,8 @@ def rank_share(values: Floats, mask: Mask) -> Floats:
 
 
 def token_covariance(logprobs: Floats, advantages: Floats, mask: Mask) -> Floats:
-    """Return `(log pi(t) - mean log pi) (A_t - mean A)` over response tokens in float64, and 0 elsewhere. Its mean is
-    the covariance that lowers the policy's entropy (Cui et al. 2025, arXiv:2505.22617)."""
+    """Return `(log pi(t) - mean log pi) (A_t - mean A)` over response tokens in float64, and 0 elsewhere. The mean of
+    these products is the covariance that lowers the policy's entropy (Cui et al. 2025, arXiv:2505.22617)."""
 
     def centered(values: Floats) -> Floats:
         wide = masked(values.double(), mask)

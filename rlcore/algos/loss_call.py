@@ -1,7 +1,8 @@
 """Handle custom functions that are named in the settings: find them, read their options, check their results, and call
 them for trial before a model is loaded.
 
-`python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and prints the error of the trial."""
+`python -m rlcore.algos.loss_call` reads the algorithm's settings as JSON from standard input, and prints the error of a
+failed trial."""
 
 import importlib
 import inspect
@@ -47,8 +48,8 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return `function` with the `options` and the entries of `given` bound. An entry is bound only if the signature
-    declares it or `always` names it. Raises ConfigError if an option is unknown, missing, or of a wrong type."""
+    """Return `function` with the `options` bound, and those entries of `given` that the signature declares or `always`
+    names. Raises ConfigError if an option is unknown, missing, or of a wrong type."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 
@@ -58,7 +59,7 @@ def _own_arguments(
     function: Callable[..., Any], key: str, options: tuple[tuple[str, Any], ...], given: tuple[str, ...]
 ) -> tuple[frozenset[str], dict[str, Any]]:
     """Return the names in `given` that are keyword parameters of the function. Also return the options, which are
-    validated by the function's annotations and completed by its defaults."""
+    validated against the function's annotations and completed with its defaults."""
     declared = {
         word: parameter
         for word, parameter in inspect.signature(function).parameters.items()
@@ -126,9 +127,8 @@ def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
     """Return a built-in `function` unchanged. Return a custom function (`name` is `module:function`) in a wrapper that
-    checks each result. `problem_of_shape` is called with a result and the function's first argument. It returns an
-    error message or '', without waiting for a device. The wrapper raises UserCodeError if the function or the check
-    fails.
+    checks each result. `problem_of_shape` gets a result and the function's first argument, and returns an error message
+    or '' without waiting for a device. The wrapper raises UserCodeError if the function or the check fails.
     """
     if ":" not in name:
         return function
@@ -196,7 +196,7 @@ def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> Non
 
 
 def _error_text(name: str, error: Exception) -> str:
-    """Return the text of the error, with the last line that ran in the custom function's file if there is one."""
+    """Return the text of the error, with the number of the last line that ran in the custom function's file, if any."""
     function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

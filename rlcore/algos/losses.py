@@ -171,7 +171,7 @@ def dppo(
 ) -> PolicyLoss:  # fmt: skip
     """Return a loss that bounds the change of a token's probability, not its ratio. A rare token's ratio may be large.
 
-        l_t = 0                   where |pi(t) - pi_old(t)| > delta, and A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1
+        l_t = 0                   where |pi(t) - pi_old(t)| > delta and A_t (r_t - 1) > 0
         l_t = -A_t r_t            elsewhere
 
     This is DPPO with the binary total variation, Qi et al. 2026, arXiv:2602.04879. `clipped` is True for

@@ -324,9 +324,10 @@ def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
 
 
 def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoConfig) -> float:
-    """Return the addend to `algo.entropy_coef` after a step with the mean entropy `observed_entropy` in nats per token.
+    """Return the new value of `added`, the addend to `algo.entropy_coef`, after a step with the mean entropy
+    `observed_entropy` in nats per token. The coefficient `c = entropy_coef + added` becomes:
 
-        c + step            where the entropy is below the target        c = entropy_coef + added
+        c + step            where the entropy is below the target
         max(0, c - step)    where the entropy is above the target
 
     Source: the controller of Skywork-OR1 (He et al. 2025, arXiv:2505.22312), which however uses c = 0 above the target.

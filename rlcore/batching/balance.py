@@ -178,7 +178,7 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighboring sequences that share a prompt. A group has at most the mean number of tokens of a micro-batch,
+    """Group neighboring sequences that share a prompt. A group has at most the mean number of tokens per micro-batch,
     unless it is a single sequence. Return the groups, and the number of computed tokens of each group.
     """
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
@@ -217,8 +217,8 @@ class Assignment:
 @dataclass(frozen=True, slots=True)
 class Balancer:
     """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the token limit
-    of a micro-batch. With `share_prompts`, responses to a prompt go to one rank, if prompts have equally many responses
-    and the number of prompts is divisible by the number of ranks."""
+    of a micro-batch. With `share_prompts`, all responses to a prompt go to the same rank, if prompts have equally many
+    responses and ranks can get equally many prompts."""
 
     num_ranks: int
     max_tokens: int
@@ -258,8 +258,8 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the smallest number of micro-batches with at most `max_tokens` tokens each. This limit is kept both if
-        micro-batches are balanced by cost and if they are balanced by tokens. Only a single sequence may exceed it."""
+        """Return the smallest number of micro-batches with at most `max_tokens` tokens each. The limit holds whether
+        micro-batches are balanced by cost or by tokens. Only a micro-batch of a single sequence may exceed it."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))

@@ -15,8 +15,8 @@ from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 
 
 def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequence[int]) -> PackedBatch:
-    """Pack N rollouts in order into a `PackedBatch` of T tokens. Tokens of an environment and unscored responses have
-    no loss.
+    """Pack N rollouts in order into a `PackedBatch` of T tokens. Tokens from an environment and tokens of unscored
+    responses have no loss.
 
     >>> from rlcore.types import Prompt
     >>> prompt = Prompt(0, (7, 8), "countdown", "{}")
@@ -118,7 +118,7 @@ def split_pairs(batch: PackedBatch) -> PackedBatch:
 
 
 def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
-    """Return the positions in the batch of all tokens of `sequences`, in this order: Int[t]."""
+    """Return the batch positions, Int[t], of all tokens of `sequences`, in the order of `sequences`."""
     chosen = torch.tensor(list(sequences), dtype=torch.int64)
     first, lengths = cu_seqlens[chosen], cu_seqlens[chosen + 1] - cu_seqlens[chosen]
     shift = first - (lengths.cumsum(0) - lengths)  # from a position among the chosen tokens to one in the batch

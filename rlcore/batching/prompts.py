@@ -36,11 +36,11 @@ _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<spli
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A whole conversation as tokens. `is_target`: True for each token to learn, with the end token of each response.
+    """A whole conversation as tokens. `is_target`: True for tokens to learn, including the end token of each response.
 
     `misdirected`: the same prompt with a response to another problem, or None. `rejected`: the rejected response of a
-    pair, or None. `reference`: the initial policy's log-probability of each target. In a pair, the chosen response
-    comes first. The values are NaN until `SupervisedTrainer.fill_reference` computes them."""
+    pair, or None. `reference`: the initial policy's log-probability of each target, for a pair those of the chosen
+    response first. The values are NaN until `SupervisedTrainer.fill_reference` computes them."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
@@ -173,7 +173,7 @@ class PromptStream(Generic[T]):
         self._begin: int | None = None
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """Set positive weights for the draws from the next position on. Each prompt is drawn once per epoch."""
+        """Set positive weights for the draws from the next position on. Each prompt is still drawn once per epoch."""
         self._weights, self._begin, self._epoch = weights, None, -1
 
     def __len__(self) -> int:
@@ -263,7 +263,7 @@ class MixedStream(PromptStream[Prompt]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassCounts:
-    """The pass counts of R training rows: s scored responses, of which c are correct.
+    """The pass counts of R training rows. A row has s scored responses, of which c are correct.
 
     A step with n scored and k correct responses changes s to `fade s + n` and c to `fade c + k`. A row has the weight 1
     if s = 0 or c / s is inside `band`, otherwise `rest_weight`. `fade`, `band` and `rest_weight` are settings of
@@ -311,8 +311,8 @@ class PassCounts:
 
 
 class RowSampler:
-    """The draw weights of training rows, computed from the rows' pass counts. `text`: the result of `PassCounts.text`,
-    or '' before the first step."""
+    """The draw weights of training rows, computed from the rows' pass counts. The argument `text` of the methods is the
+    result of `PassCounts.text`, or '' before the first step."""
 
     def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
         self._place = {row_id: place for place, row_id in enumerate(row_ids)}

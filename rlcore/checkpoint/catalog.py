@@ -202,7 +202,7 @@ def _is_unreadable(file: Path) -> bool:
 
 
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
-    """Return all checkpoint folders by step, including broken folders. Check file sizes, and optionally hashes."""
+    """Return all checkpoint folders, including broken ones, sorted by step. Check file sizes, and optionally hashes."""
     catalog = scan(directory)
     verified = [_verified(info, verify_hashes) for info in catalog.checkpoints]
     return tuple(sorted([*verified, *catalog.refusals], key=lambda info: info.step))

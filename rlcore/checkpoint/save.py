@@ -51,8 +51,8 @@ class RankSaver:
         return {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
 
     def copy(self) -> tuple[int, bool]:
-        """Copy this rank's shards to the host if it has enough memory. Return the bytes of the shards, and whether they
-        were copied."""
+        """Copy this rank's shards to the host if the host has enough memory. Return the number of bytes of the shards,
+        and whether the shards were copied."""
         shards = self._shards()
         size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
@@ -145,7 +145,8 @@ class CheckpointSaver:
         return None if all(is_copied for _, is_copied in copies) else self.settle()
 
     def poll(self) -> int | None:
-        """Return the checkpoint's step if a save has completed since the last call, otherwise None. See `settle`."""
+        """Return the checkpoint's step if a save has completed since the last call, otherwise None. Raises errors as
+        `settle` does."""
         return self._advance(wait=False)
 
     def settle(self) -> int | None:

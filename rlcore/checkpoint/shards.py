@@ -321,7 +321,7 @@ def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numeric options of a parameter group. Switches such as `fused` are left out."""
+    """Return the numeric values of a parameter group or state. Switches such as `fused` are left out."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)

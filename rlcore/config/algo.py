@@ -32,7 +32,7 @@ class EntropyControlConfig(Section):
     """A controller that changes the weight of the entropy bonus to keep the policy's entropy near a target."""
 
     target: float | None = Field(default=None, gt=0)
-    """The target entropy in nats per token. If null, the weight stays at `algo.entropy_coef`."""
+    """The target entropy in nats per token. If null, the weight of the entropy bonus stays at `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
     """The change of the weight per step. The weight increases if the entropy is below the target. Otherwise it
     decreases, but not below 0.
@@ -89,7 +89,8 @@ class ImportanceConfig(Section):
     """Importance weights that correct the difference between the sampler's and the trainer's probabilities."""
 
     mode: Annotated[Literal["off", "truncate", "mask"], _TWO_SIDES] = "off"
-    """The factor of a token's loss. `truncate`: min(ratio, cap). `mask`: the ratio, or 0 outside [1/cap, cap]."""
+    """The factor by which a token's loss is multiplied. `truncate`: min(ratio, cap). `mask`: the ratio, or 0 outside
+    [1/cap, cap]."""
     level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
     """The unit of the ratio: a token, or a response, whose ratio is the product of the ratios of its tokens."""
     cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
@@ -149,7 +150,7 @@ class TeacherConfig(Section):
 
 
 class ClipCovConfig(Section):
-    """Clip-Cov, which excludes tokens with a high covariance of log-probability and advantage from the policy loss."""
+    """Clip-Cov, which excludes from the policy loss tokens with a high covariance of log-probability and advantage."""
 
     share: float = Field(default=0.0, ge=0, lt=1)
     """The largest share of a mini-batch's response tokens that are excluded. They are chosen at random from the tokens
@@ -243,10 +244,10 @@ class AlgoConfig(Section):
     )
     """The upper bound of the loss for a negative advantage, as a multiple of the absolute advantage. Null: no bound."""
     aggregation: Aggregation = "token-mean"
-    """The way in which the per-token losses are aggregated to one number."""
+    """The way in which the per-token losses are aggregated into one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """The weight of the entropy bonus. If `algo.entropy_control.target` is set, it is the initial weight. 0: the
-    entropy is only measured."""
+    """The weight of the entropy bonus, or its initial weight if `algo.entropy_control.target` is set. With 0 and no
+    target, the entropy is only measured."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
         default=0.5, gt=0
@@ -305,7 +306,7 @@ class AlgoConfig(Section):
 
 
 OFFLOAD_PIECE_BYTES = 268_435_456
-"""The bytes of optimizer moments that are moved to the GPU at a time. The memory plan also uses this number."""
+"""The size, in bytes, of the pieces in which optimizer moments move to the GPU. The memory plan also uses this size."""
 
 
 class OptimConfig(Section):
@@ -314,7 +315,8 @@ class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up. `linear` and `cosine` fall to `min_lr_ratio` x lr after the last step."""
+    """The schedule of the learning rate after the warm-up. With `linear` and `cosine`, the rate falls to
+    `min_lr_ratio` x lr after the last step."""
     min_lr_ratio: Annotated[float, EffectiveWhen(".schedule", unless="constant")] = Field(default=0.0, ge=0, le=1)
     """The learning rate at the end of the schedule, as a share of lr."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -349,7 +351,7 @@ class CriticConfig(Section):
         int,
         Bound("be under", "trainer.total_steps", "Lower it, or train for longer", only_with="trainer.total_steps"),
     ] = Field(default=0, ge=0)
-    """The number of first steps in which only the critic is trained."""
+    """The number of steps at the start of the run in which only the critic is trained."""
     checks = (
         rule("critic", "algo.advantage", "has no use except with algo.advantage=gae",
              lambda _, run: run.algo.advantage == "gae",

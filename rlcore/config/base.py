@@ -22,8 +22,8 @@ from rlcore.errors import ConfigError
 Run = Any
 """A placeholder for the type `RunConfig`. An import of this type here would be circular."""
 FILE_ENDINGS = (".yaml", ".yml")
-"""The file endings. An experiment, suite or sweep that is given with such an ending is a path. Without such an ending,
-it is the name of a file in `conf_dirs`."""
+"""The endings of settings files. An experiment, suite or sweep that the user gives with such an ending is a path. Any
+other value is the name of a file in `conf_dirs`."""
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The folder of the groups, experiments, suites and sweeps that come with Millrace."""
@@ -84,7 +84,7 @@ def is_function_name(name: str) -> bool:
 
 class MayChange:
     """An annotation of a setting or section that a user is allowed to change before a run resumes. The fingerprint of
-    the settings does not include it."""
+    the settings does not include such settings."""
 
 
 class Section(BaseModel):
@@ -272,7 +272,7 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveWhen:
-    """A condition on other settings, which a setting declares. If it is not met, the declaring setting has no effect.
+    """A condition on other settings. If it is not met, the setting that declares the condition has no effect.
     `by`: the keys of the other settings. The condition is met if at least one of them has a value in `values`, or a
     value that is not in `unless`. If `values` and `unless` are empty, at least one of the other settings must be on
     (not null, false, 0 or `off`).
@@ -348,8 +348,8 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Map each condition to the keys of the settings and sections that declare it. The condition is paired with the
-    dotted keys of the settings on which it depends (`by`)."""
+    """Map each condition, paired with the dotted keys of the settings on which it depends (`by`), to the keys of the
+    settings and sections that declare it."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

@@ -61,8 +61,8 @@ def report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
     """Report a pydantic error in `findings`, and remove the wrong value from `settings`. If the value is a number where
-    a string is required, convert it to a string instead. `texts`: for each key of an override, the number as it was
-    written, or '' if the value is no number."""
+    a string is required, convert it to a string instead. `texts`: for each key of an override, the number as the user
+    wrote it, or '' if the value is not a number."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]

@@ -84,13 +84,13 @@ class Composition:
 
 
 def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> RunConfig:
-    """Return the settings of an experiment (its name or file) with the overrides applied. Without an experiment, they
-    are applied to the defaults. Raises one ConfigError that lists all mistakes."""
+    """Return the settings of an experiment (its name or file) with the overrides applied. Without an experiment, the
+    overrides are applied to the defaults. Raises one ConfigError that lists all mistakes."""
     return compose(overrides, experiment=experiment).require_valid().config
 
 
 def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Composition:
-    """Compose settings as `load_config` does. Instead of raising an error for mistakes, return them together with the
+    """Compose settings as `load_config` does. Instead of raising an error for mistakes, return the mistakes, and the
     settings without the wrong values."""
     findings = Findings()
     request = _read_overrides(overrides, experiment, findings)
@@ -330,8 +330,8 @@ def _path_of(key: str, settings: Any) -> list[str]:
 
 
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Return the settings as a `RunConfig`. Wrong values are removed and added to `findings`. `texts`: by key, the
-    number in an override as it was written, for a setting that requires text."""
+    """Return the settings as a `RunConfig`. Wrong values are removed and added to `findings`. `texts`: by key, each
+    number in an override as the user wrote it, for a setting that requires text."""
     while True:
         text = json.dumps(settings)
         try:

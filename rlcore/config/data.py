@@ -58,7 +58,7 @@ transformers' `apply_chat_template`."""
 
 
 def reserved(names: Iterable[str]) -> str:
-    """Return which of the names of datasets or suites are not allowed, joined by commas: repeated names and
+    """Return those of the given dataset or suite names that are not allowed, joined by commas: repeated names and
     `ALL_SOURCES`."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
@@ -119,7 +119,7 @@ class CountdownData(Conversation):
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Make all numbers of operations in the solution equally frequent among the rows of each split."""
+    """Give each split equally many rows for each number of operations in the solution."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
@@ -343,8 +343,8 @@ def has_default_scorer(data: TaskData) -> bool:
 
 
 def scorer_of_row(data: TaskData, data_source: str) -> str | None:
-    """Return the scorer that the settings name. For `BY_ROW`, return the scorer of the data source, or None if it is
-    unknown.
+    """Return the scorer that the settings name. For `BY_ROW`, return the scorer of the data source, or None for an
+    unknown data source.
 
     >>> scorer_of_row(ParquetData(), "openai/gsm8k"), scorer_of_row(ParquetData(), "codecontests")
     ('data.gsm8k:score', None)
@@ -389,13 +389,13 @@ class PassRatesConfig(Section):
     rows by pass rate (docs/data.md)."""
 
     samples: int = Field(default=0, ge=0, le=1_024)
-    """The number of responses of the initial policy to each training row, from which its pass rate is computed. With 0,
-    no pass rates are computed."""
+    """The number of responses of the initial policy to each training row, from which the row's pass rate is computed.
+    With 0, no pass rates are computed."""
     keep: Annotated[tuple[float, float], EffectiveWhen(".samples")] = (0.0, 1.0)
     """The lowest and the highest pass rate, both included, of the training rows that are kept."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
-    """The number of rows after which their results are saved. If the process is killed, at most the results of this
-    many rows are lost."""
+    """The number of rows whose results are saved together. If the process is killed, at most the results of this many
+    rows are lost."""
     draw: Literal["uniform", "band"] = "uniform"
     """The way to draw training rows. `uniform`: each row once per epoch. `band`: preferably rows with a pass rate in
     `band`. With `band`, training responses update the pass rates, and two successive steps can draw the same row."""

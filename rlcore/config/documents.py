@@ -46,10 +46,10 @@ _INTRODUCTION = """\
 # Settings
 
 Every setting of a run: its type and range, its default, its meaning. An override is written `key=value`, as in
-`millrace run experiment=countdown_demo trainer.total_steps=40 'tags.note="a b"'`; a list is `[a,b]`, nothing is `null`.
-`--cfg job` prints all settings of an experiment. Settings that contradict each other, unknown
-keys and values out of range are reported together, before anything is loaded. The rules are declared with the settings
-in `rlcore/config/`.
+`millrace run experiment=countdown_demo trainer.total_steps=40 'tags.note="a b"'`. Write a list as `[a,b]` and an empty
+value as `null`. `--cfg job` prints all settings of an experiment. Settings that contradict each other, unknown keys and
+values out of range are reported together, before anything is loaded. The rules are declared with the settings in
+`rlcore/config/`.
 """
 
 
@@ -60,7 +60,7 @@ def reference() -> str:
 
 def _groups() -> Iterator[str]:
     yield "## Groups\n"
-    yield "A group is chosen by its name (`algo=ppo`) and sets many keys together; `conf/<group>/` holds its members.\n"
+    yield "A group's member, chosen as in `algo=ppo`, sets many keys together. `conf/<group>/` has a file per member.\n"
     yield "| group | members | default |"
     yield "| --- | --- | --- |"
     for group, default in sorted(GROUPS.items()):

@@ -233,7 +233,7 @@ class ScratchModel(Section):
     intermediate_size: int = Field(default=384, ge=8)
     """The width of the feed-forward layer."""
     max_position_embeddings: int = Field(default=512, ge=16)
-    """The length of the longest sequence, in tokens."""
+    """The largest number of tokens in a sequence."""
     max_integer: int = Field(default=99, ge=1)
     """The largest integer that is one token. The tokenizer has every integer from 0 to this number."""
     effective = EffectiveWhen("model.path", "null")
@@ -286,7 +286,7 @@ class ModelConfig(Section):
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
     """The ZeRO stage, which determines how ranks share the model in an update. `3` gathers weights layer by layer and
     reduces gradients after each micro-batch. `1` gathers and reduces only once per optimizer step, which takes less
-    network time but 6 more bytes of memory per weight. Both shard the float32 weights and the optimizer's state."""
+    network time but 6 more bytes of memory per weight. Both stages shard the float32 weights and optimizer state."""
     compile: Annotated[bool, MayChange] = False
     """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
     share_prompts: bool = False
@@ -364,8 +364,8 @@ class WarmStartConfig(Section):
     """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
     The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
-    """The mean reward of sampled responses to training problems at which the stage ends, with its last weights as the
-    result. Null: no responses are sampled."""
+    """The mean reward at which the stage ends, measured on sampled responses to training problems. If this limit is
+    set, the result is the stage's last weights. Null: no responses are sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
     """The number of training problems in each measurement of the reward. A number below 16 counts as 16."""
     misdirected_share: Annotated[

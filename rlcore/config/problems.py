@@ -102,8 +102,8 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
 
 @cache
 def _foreign_keys() -> dict[str, str]:
-    """Return the corresponding Millrace settings by key of verl or TRL, as listed in `FOREIGN_PAGE`. Return {} if the
-    page is missing."""
+    """Return the Millrace settings that correspond to each key of verl or TRL in the table of `FOREIGN_PAGE`. Return {}
+    if the page is missing."""
     page, found = SOURCE_FOLDER / FOREIGN_PAGE, dict[str, str]()
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", page.read_text("utf-8") if page.is_file() else "", re.M)
     for keys, settings, note in rows:

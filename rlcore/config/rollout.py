@@ -49,7 +49,7 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(default=8, ge=1)
     """The number of responses to each prompt, which is the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
-    """The length of the longest response, in tokens."""
+    """The largest number of tokens in a response."""
     finish_share: float = Field(default=1.0, gt=0.5, le=1)
     """The share of the started groups that a step waits for. A group is all responses to one prompt. A step starts
     trainer.batch_size / finish_share groups and trains on the first batch_size groups that finish. The other groups
@@ -68,12 +68,12 @@ class RolloutConfig(Section):
         default=1, ge=1
     )
     """The number of workers, each with a GPU, that share one vLLM engine. Increase it only if the model and its cache
-    do not fit on one GPU next to the training."""
+    do not fit on one GPU together with the training."""
     memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
     """The share of the GPU's memory that vLLM may use for weights and cache."""
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
-    """The GPU memory that vLLM frees during training. 0: none. 1: the cache and the weights, which move to host memory.
-    2: the cache and the weights. The weights are discarded, and the next weight sync sends them again."""
+    """The GPU memory that vLLM frees during training. 0: none. 1: the cache and the weights, with the weights kept in
+    host memory. 2: the cache and the weights, with the weights discarded until the next weight sync sends them."""
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -89,7 +89,7 @@ class RolloutConfig(Section):
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
     """The limit of the mean absolute difference between the log-probabilities of vLLM and the trainer after a weight
     sync. A larger difference is reported. It also stops the run if some tensor in vLLM cannot be compared with the
-    trainer's. If null, the limit is 4 times the first difference, at least 0.0001 in float32 and 0.02 in bfloat16."""
+    trainer's. If null, the limit is 4 times the first difference, but at least 0.0001 (float32) or 0.02 (bfloat16)."""
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
              "must be at least 2 with an advantage that compares the responses to a prompt",
@@ -233,7 +233,7 @@ class SandboxConfig(Section):
     file_mb: int = Field(default=16, ge=1)
     """The largest size of the program's /tmp, of each file that it writes, and of its output, in MB of 2**20 bytes."""
     output_kb: int = Field(default=64, ge=1)
-    """The size of a program's output that is kept, in kB of 1,024 bytes. Further output is discarded."""
+    """The largest amount of a program's output that is kept, in kB of 1,024 bytes. Further output is discarded."""
     allow_weak: bool = False
     """Run programs even without a sandbox. They have limits of time, memory and files, but can reach the network and
     all files of this user."""
@@ -249,9 +249,9 @@ class SandboxConfig(Section):
 class EpisodeConfig(Section):
     """Responses with several turns. An environment replies after each turn (`data.environment`).
 
-    An episode is all turns of one response with the replies. `rollout.max_response_tokens` limits its total length. The
-    episode ends with a turn that reaches this limit. A reply that leaves no room for another token is omitted, and the
-    episode ends."""
+    An episode consists of all turns of one response and the replies to them. `rollout.max_response_tokens` limits its
+    total length. The episode ends with a turn that reaches this limit. A reply that leaves no room for another token is
+    omitted, and the episode ends."""
 
     tools: tuple[str, ...] = ()
     """The functions that the model may call, each as `module:function`, for
@@ -312,7 +312,7 @@ class EvaluationConfig(Section):
     """The confidence level of the metrics' confidence intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
     """The number of times the bootstrap resamples the problems, at least 1,000. The bootstrap gives the intervals of
-    differences, and of metrics with values other than 0 and 1.
+    differences, and of metrics whose value for a problem can differ from 0 and 1.
     """
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",
@@ -329,8 +329,8 @@ class EvaluationConfig(Section):
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Return whether `other` has the same fields except `every_steps`, and so gives the same metrics for the same
-        weights."""
+        """Return whether `other` has the same values except for `every_steps`, and so gives the same metrics for the
+        same weights."""
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -382,7 +382,7 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether a metric's name is that of a metric of one of the suites. Data sources with names such as
+        """Return whether `metric` is the name of a suite's metric. Metrics of data sources with names such as
         `<suite>/x` do not count."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

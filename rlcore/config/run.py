@@ -203,7 +203,7 @@ class RuntimeConfig(Section):
     `model.gradient_checkpointing` and `model.offload_activations`."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """The peak speed of a device in the compute type, in 1e12 dense operations per second, for `perf/mfu`. Null: the
-    GPU's known speed for bfloat16. In another type, on a CPU or on an unknown GPU, `perf/mfu` is not computed."""
+    GPU's known speed for bfloat16. With null, `perf/mfu` is absent in another type, on a CPU or on an unknown GPU."""
     profile: ProfileConfig = ProfileConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     stop_deadline_s: float = Field(default=60.0, gt=0)
@@ -270,7 +270,7 @@ class RunConfig(Section):
     name: Annotated[str, MayChange] = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
     """The name of the experiment. It is the first part of the run id."""
     run_id: Annotated[str | None, MayChange] = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
-    """The name of the run's folder. If null, it consists of the name, the seed and the settings' fingerprint."""
+    """The name of the run's folder. If null, the name consists of `name`, `seed` and the settings' fingerprint."""
     seed: int = Field(default=1, ge=0, lt=2**31)
     """The seed of the initial weights, the order of prompts, and the sampled tokens. The rows of the data have
     their own seed, `data.seed`."""

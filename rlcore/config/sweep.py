@@ -84,8 +84,8 @@ class Pruning(Section):
     """The early stopping of poor points. Each point is compared with the points that have already reached the same
     step.
 
-    A point is dropped if the best point is significantly better on the same held-out problems. The confidence interval
-    of the paired difference is then above 0. At the k-th comparison of n points, the best n / (k + 1) points are never
+    A point is dropped if the best point is significantly better on the same held-out problems: the confidence interval
+    of the paired difference is above 0. At the k-th comparison of n points, the best n / (k + 1) points are never
     dropped."""
 
     every_steps: int = Field(ge=1)
@@ -274,8 +274,9 @@ def load_sweep(
 ) -> Sweep:
     """Read a sweep from a name in `conf/sweep`, a .yaml file or its content, and check the settings of every point.
 
-    `overrides` and `budget` replace the values in the file. Raises ConfigError with all mistakes of the first check
-    that fails: of the file's keys and types, of the choice of points, or of the points' settings."""
+    `overrides` and `budget` replace the values in the file. The checks cover first the file's keys and types,
+    then the choice of points, and then the points' settings. Raises ConfigError with all mistakes that the first
+    failing check finds."""
     spec = _parse(_content(source) if isinstance(source, str) else source)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))

@@ -180,8 +180,8 @@ def _gradient(
     grad_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Overwrite the logits z, which are divided by the temperature, with the gradient of the loss and return it in
-    `dtype`.
+    """Overwrite the logits z, which are already divided by the temperature, with the gradient of the loss and return it
+    in `dtype`.
 
     d logprob / d z_j = 1[j = target] - p_j        d entropy / d z_j = -p_j (log p_j + entropy)
     """

@@ -80,8 +80,8 @@ def _hub_problem(path: str) -> str | None:
 
 
 def resolve_model(path: str | Path, file_name: str) -> str:
-    """Return the directory or the hub id (`owner/name`) that a path names. Raises ModelError if it is neither, or if
-    `file_name` in the directory is missing or damaged."""
+    """Return the directory or the hub id (`owner/name`) that a path names. Raises ModelError if the path names neither,
+    or if `file_name` in the directory is missing or damaged."""
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
         file = directory / file_name

@@ -37,8 +37,8 @@ _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
     """Load a policy in training mode. Its weights are float32. With `model.lora`, the base weights have the compute
-    type or 4 bits. Code in the model's directory is not run. Raises ModelError if the path, weights, architecture,
-    attention backend or 4-bit package is unusable."""
+    type or 4 bits. Code in the model's directory is not run. Raises ModelError if the path, weights, architecture or
+    attention backend is unusable, and ConfigError if the 4-bit package is missing."""
     lora = model.lora
     require_base(lora)
     dtype = torch.float32 if lora is None else compute_dtype(model, device)
@@ -47,15 +47,16 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
-    """Load a float32 value model in training mode: a policy's decoder with a zero head. Raises ModelError under the
-    conditions of `load_policy`."""
+    """Load a float32 value model in training mode: a policy's decoder with a zero head. Raises ModelError in the same
+    cases as `load_policy`."""
     causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, causal.base_model)
     return _finish_loading(ValueModel(trunk, model, compute_dtype(model, device)), path, model)
 
 
 def parameter_names(path: str | Path) -> frozenset[str]:
-    """Return the names of all parameters without reading weights. A tied output head has the name of the embedding."""
+    """Return the names of all parameters without reading weights. A tied output head is listed only under the name of
+    the embedding."""
     config = _load_config(path)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -193,8 +194,8 @@ def _packing_difference(model: PreTrainedModel) -> float:
 def build_scratch_model(
     config: ScratchModel, *, vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int, directory: Path
 ) -> Path:
-    """Write a randomly initialized Qwen2 model (tied embeddings, float32) into `directory` and return it. `seed` alone
-    determines the weights, and the random state of the process does not change."""
+    """Write a randomly initialized Qwen2 model (tied embeddings, float32) into `directory`, and return `directory`.
+    `seed` alone determines the weights, and the random state of the process does not change."""
     shape = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,

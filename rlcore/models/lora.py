@@ -129,7 +129,7 @@ def nf4_linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, o
 
 @torch.library.custom_op("millrace::nf4_linear_backward", mutates_args=())
 def nf4_linear_backward(gradient: Tensor, packed: Tensor, scales: Tensor, in_features: int) -> Tensor:
-    """Return the gradient with respect to the input x of `nf4_linear`. `gradient`: that of the output."""
+    """Return the gradient with respect to the input x of `nf4_linear`. `gradient`: the gradient of the output."""
     return gradient @ dequantize_weight(packed, scales, (gradient.shape[-1], in_features), gradient.dtype)
 
 
@@ -206,8 +206,9 @@ class AdaptedLinear(nn.Module):
 def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
     """Cast the float32 tensor `exact` to `dtype`. If `dtype` is bfloat16, round stochastically. `exact` is overwritten.
 
-    Most adapter updates are below half a bfloat16 step, and rounding to nearest would lose them. Instead, a fixed
-    random number below one step is added, and the sum is truncated. A weight without an update stays bit-identical."""
+    Most adapter updates are below half the distance to the next bfloat16 number, and rounding to nearest would lose
+    them. Instead, a fixed random fraction of this distance is added, and the sum is truncated. A weight without an
+    update stays bit-identical."""
     if dtype != torch.bfloat16:
         return exact.to(dtype)
     bits = exact.view(torch.int32).view(-1)
@@ -220,8 +221,8 @@ def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[T
 
 @functools.cache
 def _noise(device: torch.device) -> Int[Tensor, "C"]:
-    """Return fixed random integers from 0 to 2^16 - 1: fractions of a bfloat16 step, in units of a float32's last
-    bit."""
+    """Return fixed random integers from 0 to 2^16 - 1. They are fractions of the distance to the next bfloat16 number,
+    in units of a float32's last bit."""
     drawn = torch.randint(1 << 16, (1 << 22,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     return drawn.to(device)
 

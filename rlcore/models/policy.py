@@ -66,7 +66,7 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile the forward pass of each decoder layer without FSDP's hooks, and the operations of the head after the
+        """Compile the forward pass of each decoder layer without FSDP's hooks, and the head's operations after the
         matrix products. Call this before `shard`, which adds the hooks."""
         self._is_compiled = True
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)

@@ -85,8 +85,8 @@ def vocabulary_of(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ConfigError if `lora` needs the package bitsandbytes and it is not installed. `has` returns whether a
-    package is installed."""
+    """Raise ConfigError if `lora` needs the package bitsandbytes, but the package is not installed. `has` returns
+    whether a package is installed."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ConfigError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
@@ -232,7 +232,7 @@ class ModelShape:
         return self.update_flops(sizes, num_targets=2 * sum(sizes))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes of the keys and values of one token in all layers."""
+        """Return the number of bytes that the keys and values of one token take in all layers."""
         return 2 * self.layers * self.kv_width * itemsize
 
 

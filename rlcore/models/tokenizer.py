@@ -72,8 +72,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Return the ids of the tokens that end a response. They come from the model's generation config or config, or from
-    the tokenizer if neither of the two defines such a token. Raises ModelError if the tokenizer defines none either."""
+    """Return the ids of the tokens that end a response. They come from the model's generation config, otherwise from
+    its config, otherwise from its tokenizer. Raises ModelError if none of the three defines such a token."""
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
@@ -100,8 +100,8 @@ def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
-    """Return a function that decodes responses. It uses the library `tokenizers`, or the slower library `transformers`
-    if the two libraries would decode the same tokens to different texts."""
+    """Return a function that decodes responses. The function uses the library `tokenizers`, or the slower library
+    `transformers` if the two libraries would decode the same tokens to different texts."""
 
     tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

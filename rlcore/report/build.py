@@ -72,8 +72,8 @@ def _write(runs: Runs, folder: Path, stem: str, failure: str = "") -> ReportFile
 
 
 def report_of(runs: Runs, draw: Draw, failure: str = "") -> Report:
-    """Return the report of one run, or the comparison of several runs. `draw` draws charts and returns their block of
-    the report. No report file is written."""
+    """Return the report of one run, or the comparison of several runs, without writing a report file. `draw`: a
+    function that draws charts and returns the block of the report that contains them."""
     groups = compare.groups_of(list(runs.values()))
     sections = tuple(_sections_of(runs, groups, draw))
     if len(runs) > 1:

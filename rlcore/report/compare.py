@@ -59,9 +59,9 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Group runs that differ only in their seed, or in settings that can be changed when a run is resumed. Runs that
-    differ in one of `OF_THE_SCORE` are in different groups. The label of a group shows the one or two settings that
-    differ between groups. If more settings differ, the label is a run's name or id."""
+    """Group runs that differ only in their seed, or in settings that can be changed when a run is resumed. However,
+    runs that differ in one of `OF_THE_SCORE` are in different groups. The label of a group shows the one or two
+    settings that differ between groups. If more settings differ, the label is a run's name or id."""
     fixed = {CODE, *OF_THE_SCORE}.union(*(fixed_settings(run.config) for run in runs)) - {"seed"}
     differing = {key: row for key, row in differing_settings(runs).items() if any(covers(name, key) for name in fixed)}
     members: dict[str, list[int]] = {}

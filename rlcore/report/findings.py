@@ -136,7 +136,7 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
 
 
 def speed_limit(record: RunRecord) -> Finding:
-    """Return a finding that names the phase of a training step with the largest share of its time."""
+    """Return a finding that names the phase that takes the largest share of a training step's time."""
     rule = "Phase with the largest share of the mean step, without the first step (warm-up)."
     finding = partial(Finding, "Speed limited by", rule=rule)
     phases = mean_phases(record)

@@ -90,7 +90,7 @@ def _result_table(record: RunRecord) -> Table:
 
 
 def suite_table(record: RunRecord) -> Table | None:
-    """Return a table of all statistics of each evaluation suite before and after training, or None without results."""
+    """Return a table with each suite's statistics before and after training, or None if no suite has results."""
     rows: list[Row] = []
     for name, results in record.suites.items():
         both = [results[label] for label in ("before", "after") if label in results]

@@ -159,8 +159,8 @@ def learning_panels(runs: Runs) -> Sequence[Panel]:
 
 
 def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
-    """Return the charts of those panels whose condition `when` holds for a run. A comparison omits panels with held-out
-    statistics and panels without metric lines."""
+    """Return the charts of those panels whose condition `when` holds for at least one run. A comparison omits panels
+    with held-out statistics and panels without metric lines."""
     runs = [run for group in groups.values() for run in group]
     if len(runs) > 1:
         compared = [panel for panel in panels if panel.lines and not panel.held_out and any(map(panel.when, runs))]

@@ -44,7 +44,7 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "grey": ("#8b95a5", "#7d8898"),
 }
 """The variants of each color for light and dark pages. All light variants must differ from each other, because
-each of them is found in the text of a chart and replaced by a CSS variable."""
+each of them is replaced by a different CSS variable in a chart's SVG text."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
 STYLES: tuple[Mapping[str, Any], ...] = (
@@ -53,7 +53,7 @@ STYLES: tuple[Mapping[str, Any], ...] = (
     {"zorder": 2.2, "linewidth": 1.1, "linestyle": "-"},
     {"zorder": 2.3, "linewidth": 1.1, "linestyle": (0, (6, 6))},
 )
-"""The styles of the curves of a comparison, from the bottom to the top. If four curves coincide, each is visible."""
+"""The styles of the curves in a comparison, from the bottom curve up. Even if four curves coincide, each is visible."""
 MAX_POINTS = 400  # of a line
 FEW_POINTS = 12  # a line with more has no markers
 WIDTH_IN = 6.4
@@ -140,8 +140,8 @@ def thin(series: Series, most: int) -> Series:
 
 
 def trend_of(series: Series) -> Interval | None:
-    """Fit a least-squares line to the last third of the run. Return the change along the line, or None for fewer than
-    `MIN_STEPS` steps. The 95% Student-t interval assumes that the noise of different steps is independent."""
+    """Fit a least-squares line to the last third of the run. Return the change along the line with a 95% Student-t
+    interval, or None for fewer than `MIN_STEPS` steps. The interval assumes independent noise in different steps."""
     part = last_third(series)
     if len(part) < MIN_STEPS:
         return None
@@ -229,7 +229,7 @@ def _inline_svg(svg: str, name: str, title: str) -> Markup:
 
 
 def plot_series(axes: "Axes", series: Series, color: str, label: str, *, smoothed: bool = True) -> None:
-    """Plot values and their moving mean. If `smoothed` is false or the values are few, plot only the values."""
+    """Plot values and their moving mean. If `smoothed` is false or there are few values, plot only the values."""
     points = thin(series, MAX_POINTS)
     if len(series) <= FEW_POINTS or not smoothed:
         _plot_points(axes, points, color, label)

@@ -90,12 +90,12 @@ class RunRecord:
 
     @cached_property
     def gpu_seconds(self) -> float | None:
-        """Return the GPU-seconds of the run with all its attempts, or None if it used no GPU."""
+        """Return the GPU-seconds of all attempts of the run, or None if the run used no GPU."""
         return gpu_seconds(self.run_dir / JOURNAL_FILE)
 
     @property
     def reward_gain(self) -> float:
-        """Return the rise of the held-out reward from the first to the last validation, or 0 if it is unknown."""
+        """Return the rise of the held-out reward from the first to the last validation, or 0 without validations."""
         found = self.held_out(self.reward_statistic)
         return found[-1][1].value - found[0][1].value if found else 0.0
 
@@ -108,7 +108,7 @@ class RunRecord:
     @property
     def workers(self) -> Mapping[str, Any]:
         """Return the facts about the ranks at their newest start, such as their number, device and model size. Return
-        an empty mapping for journals without this event."""
+        an empty mapping if the journal has no event about a start."""
         return next((event.data for event in reversed(self.events) if event.name == WORKERS), {})
 
     @cached_property

@@ -1,4 +1,4 @@
-"""An audit that gives a scorer worthless responses. This module does not import torch."""
+"""An audit that checks whether a scorer rewards worthless responses. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
     """A kind of worthless response that the scorer rewards. `num_tried`: the number of scored responses of this kind.
-    `paid`: the rewarded ones."""
+    `paid`: the rewarded responses of this kind."""
 
     kind: str
     num_tried: int
@@ -62,7 +62,7 @@ _ZERO_SCORE_KINDS = (EMPTY, JUNK)
 def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
     """Score several kinds of worthless responses to each problem, and return the kinds that the scorer rewards. Empty
     text and junk count as rewarded if they score above 0. Other kinds count as rewarded if they score at least 0.5
-    (`HALF_MARKS`), because a scorer can give less to a wrong answer in the correct form."""
+    (`HALF_MARKS`), because a wrong answer in the correct form may earn less."""
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):
         later = (*cases[place + 1 :], *cases[:place])
@@ -84,8 +84,8 @@ def _is_rewarded(trial: Trial) -> bool:
 
 
 def cases_of(folder: Path, num_cases: int) -> list[Case]:
-    """Return at most `num_cases` problems, those whose stored responses have the highest scores. Raises DataError if no
-    response is stored."""
+    """Return the `num_cases` problems whose stored responses have the highest scores, or all problems if there are
+    fewer. Raises DataError if no response is stored."""
     found = find_responses(folder, Query(sort="-score"))
     keys = ["data_source", "prompt_id"]
     problems = found.light.select(keys).to_pandas().groupby(keys, sort=False, dropna=False)

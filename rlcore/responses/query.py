@@ -40,8 +40,7 @@ Range = tuple[float | None, float | None]
 class Query:
     """The selection and order of responses. With `each="prompt"`, only the first response to each prompt is kept.
 
-    If responses are equal in the sort column, the response with the earlier step comes first. With `each="prompt"`, the
-    response with the later step comes first."""
+    Responses that are equal in the sort column are ordered by step: ascending, or descending with `each="prompt"`."""
 
     step: Range = (None, None)
     score: Range = (None, None)
@@ -93,8 +92,8 @@ to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The sorted responses that match a search. `light`: the columns in `LIGHT`, and for each response its file, as an
-    index in `parts`, and its row in that file."""
+    """The sorted responses that match a search. `light`: the columns in `LIGHT`, `change`, and each response's file, as
+    an index in `parts`, and row in this file."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -104,7 +103,7 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return `columns` and the key of the responses at the positions `numbers` of the search result. Raises
+        """Return the key and the `columns` of each response at the positions `numbers` in the search result. Raises
         DataError if a file is unreadable."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()

@@ -167,7 +167,7 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Return the first and last step in a response file's name, or (-1, -1) if it has none. Files without steps have
-    the responses of validations that a command requested."""
+    """Return the first and last step in a response file's name, or (-1, -1) if the name has no step. A file without
+    steps in its name has the responses of a validation that a command requested."""
     found = _PART.fullmatch(path.name)
     return (int(found["first"] or found["last"]), int(found["last"])) if found else (-1, -1)

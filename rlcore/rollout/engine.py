@@ -2,10 +2,10 @@
 step and continued in the next step (`rollout.finish_share`).
 
 A group is all responses to one prompt, and is as long as its longest response. A step trains on P =
-`trainer.batch_size` groups. It cuts K further groups and carries them to the next step. That step finishes and trains
-on these K groups and on the P - K shortest new groups, so its tokens are at most one policy version old. Let L be the
-length of the longest of these P - K groups. The carried responses are cut to L tokens, even if an engine has generated
-more. The cut therefore depends neither on time nor on the number of ranks."""
+`trainer.batch_size` groups: the K groups carried from the previous step, and the P - K shortest new groups. Its tokens
+are therefore at most one policy version old. The other new groups are carried to the next step. Let L be the length of
+the longest of the P - K groups. The responses carried to the next step are cut to L tokens, even if an engine has
+generated more. The cut therefore depends neither on time nor on the number of ranks."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -120,11 +120,11 @@ class TailCut:
         self.bound = longest  # length in tokens at which unfinished responses end. It never rises
 
     def end(self, group: int, sample_index: int, length: int) -> None:
-        """Record the length of a finished response in tokens. A second call with the same arguments has no effect."""
+        """Record the length, in tokens, of a finished response. A second call with the same arguments has no effect."""
         self._ended[group][sample_index] = length
 
     def agree(self, *, busy: bool = True) -> bool:
-        """Update `bound` from the finished groups of all ranks, and return whether a rank is still generating. All
+        """Update `bound` from the finished groups of all ranks, and return whether any rank is still generating. All
         ranks must call this method equally often. A rank whose responses have all ended therefore calls it with
         `busy=False` until it returns False."""
         counts = torch.zeros(self._longest + 2, dtype=torch.int64)  # by length, and the busy ranks

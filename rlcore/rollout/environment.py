@@ -1,7 +1,7 @@
 """Environments, and the calls that play their episodes in the processes of the scoring pool. Each turn has a deadline,
 and a process that hangs or dies is replaced. Another process then creates the environment again and repeats the earlier
-turns. Replies must therefore depend only on the prompt's row, its seed and the model's texts. This module does not load
-torch."""
+turns. Replies must therefore depend only on the prompt's row, the episode's seed and the model's texts. This module
+does not load torch."""
 
 import asyncio
 import contextlib
@@ -76,8 +76,8 @@ class Episode:
 
     @classmethod
     def start(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int, *, max_kept: int = 1) -> "Episode":
-        """Return a new episode of `data.environment` without any turn. Its row is the ground truth, with `seed` as the
-        key `seed`."""
+        """Return a new episode of `data.environment` without any turn. Its row is the ground truth, with the argument
+        `seed` under the key `seed`."""
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
         own = {OWN_SEED: row["seed"]} if "seed" in row else {}
@@ -104,8 +104,8 @@ def turn_from_score(score: Score) -> Turn:
 
 
 def is_repeatable(kind: type[Environment]) -> bool:
-    """Return whether an environment class gives equal replies for equal rows, seeds and model texts. A class that does
-    not has `repeatable = False`."""
+    """Return whether an environment class gives equal replies for equal rows, seeds and model texts. A class whose
+    replies can differ sets `repeatable = False`."""
     return bool(getattr(kind, "repeatable", True))
 
 
@@ -125,8 +125,8 @@ _event_loop = cache(asyncio.new_event_loop)  # event loop of all episodes, so th
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
     """Play the last turn of the `Episode` that `response` encodes. The score's `said` is JSON with the reply and
-    whether the episode has ended. If `response` is empty, only create an environment. This first call of a process
-    does the imports, so that the deadlines of turns do not include them."""
+    whether the episode has ended. If `response` is empty, as in the first call of a process, only create an
+    environment. That call does the imports, so that the deadlines of turns do not include them."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:

@@ -128,8 +128,8 @@ class ScoringProcess:
 
 
 def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
-    """Return the function named `module:function`. If it does not exist, raises a ConfigError that names the setting
-    `key`."""
+    """Return the function named `module:function`. Raises ConfigError, which names the setting `key`, if the function
+    does not exist."""
     return _require(resolve_scorer, name, f"{key}: must name a function as module:function")
 
 
@@ -147,7 +147,7 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """Processes that score responses. `scorer`: the `Scorer`, in the form `module:function`. If `num_processes` is 0,
-    the calling process scores without a deadline. `section`: the section of settings in error messages, such as
+    the calling process scores without a deadline. `section`: the section of the settings that messages name, such as
     `reward`. `num_logged`: the maximum number of logged errors, and of logged timeouts. Raises ConfigError if the
     scorer does not exist."""
 
@@ -328,9 +328,9 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Replace a process that has ended. Another process scores the current response again, since the first may have
-        been killed from outside. If the second process also ends, the response counts as an error. But if the second
-        process ended in its first call, on an empty response, later processes skip this call."""
+        """Replace a process that has ended. Another process scores the current response again, since the first process
+        may have been killed from outside. If the second process also ends, the response counts as an error. But if the
+        second process ended in its first call, on an empty response, later processes skip this call."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

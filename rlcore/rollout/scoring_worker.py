@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 JUDGE_VARIABLE = "MILLRACE_JUDGE"  # name of the environment variable that holds `reward.judge` as JSON
 MAX_SCORE = (2 - 2**-23) * 2.0**127  # largest float32 number, since training stores scores in this type
 WEIGHTS_PROBLEM = "reward.weights: must name parts of the score, got "
-"""The start of the failure message for a score without a part named in `reward.weights`."""
+"""The start of the failure message for a score that lacks a part named in `reward.weights`."""
 SCORER_KEY = "scorer"
 """The field of a ground truth that names the scorer in a mixture. If a row already has a field of this name, the run
 overwrites it."""
@@ -44,7 +44,7 @@ def score_one(
 ) -> Score:
     """Return the checked score of one response. Raises the scorer's exceptions, and TypeError or ValueError for an
     invalid score. With `weights`, the scorer's total becomes a part named `total`, and the new total is the weighted
-    sum of the parts. A missing part `correct` is 1 for a full score, otherwise 0."""
+    sum of the parts. A missing part `correct` is set to 1 if the scorer's total is 1, otherwise to 0."""
     truth = json.loads(ground_truth_json)
     found = scorer(response, truth if isinstance(truth, Mapping) else {"answer": truth})
     if isinstance(found, Real):

@@ -31,8 +31,8 @@ from rlcore.storage.manifest import (
 from rlcore.storage.publish import published_directory, write_json_atomically
 
 MODEL_FORMAT = 4
-"""The version of the code that builds models and tokenizers, as a part of their fingerprints. Increase it when the same
-settings give a different model or tokenizer."""
+"""The version of the code that builds models and tokenizers, as a part of their fingerprints. Increase it if a change
+of the code gives a different model or tokenizer for the same settings."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
 """The suffixes of the model files that `digests_in` includes."""
 
@@ -45,9 +45,9 @@ REFERENCE = "reference"
 
 
 def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
-    """Raise an error if `folder` does not exist and the GGUF file of SmolLM2 cannot be converted into it: ConfigError
-    if the file or the package that reads it is missing, and ModelError if the file is another one.
-    `has(name)`: whether a package, such as gguf, is installed."""
+    """Raise an error if `folder` does not exist and SmolLM2 cannot be converted into this folder: ConfigError if the
+    GGUF file of SmolLM2 or the package gguf is missing, and ModelError if the file has the wrong SHA-256 digest.
+    `has(name)`: a function that returns whether a package is installed."""
     if folder.is_dir():
         return
     file = smollm2_file()
@@ -187,7 +187,7 @@ def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def digests_in(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 digest of each file of a model by the file's name."""
+    """Return the SHA-256 digest of each model file in `folder`, by file name."""
     files = [file for file in sorted(folder.glob("*")) if file.suffix in MODEL_SUFFIXES and file.is_file()]
     counted = [file for file in files if file.name != MANIFEST]
     return dict(in_threads(lambda file: (file.name, content_digest(file)), counted))
@@ -228,8 +228,8 @@ def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy 
 
 
 def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
-    """Remove checkpoints that a killed warm start left after it published its model. Do nothing if another process has
-    locked the warm start's folder."""
+    """Remove the checkpoints of a warm start that was killed after it had published its model. Do nothing if another
+    process has locked the warm start's folder."""
     stage = stage_layout(config, inputs.filtered_directory)
     if not config.warm_start.enabled or not any(folder.is_dir() for folder in _temporary_folders(stage)):
         return

@@ -21,7 +21,7 @@ FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
 """The suffixes of files in a run's folder. A path with such a suffix must be an ordinary file."""
 BYTES_PER_WEIGHT = 4  # the size of one exported weight, which is a float32 master weight
 BYTES_PER_TOKEN = 20
-"""The compressed bytes that are stored for one token of a response: id, text, three log-probabilities and advantage."""
+"""The number of compressed bytes for one stored response token: id, text, three log-probabilities and advantage."""
 BYTES_PER_RESPONSE = 500  # the size of a stored response without its tokens
 _SUITE = "suite "  # prefix of a suite's stage in the run's record
 
@@ -201,8 +201,8 @@ def disk_needs(
     steps_left: int,
     has_initial_policy: bool,
 ) -> tuple[DiskNeed, ...]:
-    """Return the disk space that each large output of the run still needs. `checkpoint.reserve_gb` covers small
-    outputs. `checkpoints_bytes`: the bytes that future checkpoints add."""
+    """Return the disk space that each large output of the run still needs. Small outputs are left out, because
+    `checkpoint.reserve_gb` covers them. `checkpoints_bytes`: the number of bytes that future checkpoints add."""
     weights = BYTES_PER_WEIGHT * num_weights
     needs = [
         DiskNeed("checkpoints", layout.checkpoints, checkpoints_bytes),

@@ -111,7 +111,7 @@ class PassRates:
         return PassCounts(self.counts.passes[kept], self.counts.samples[kept])
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of step 0, which are the pass rates of the initial policy on all training rows."""
+        """Return the metrics that step 0 records about the initial policy's pass rates on all training rows."""
         known, kept = _known_rates(self.counts), np.concatenate(self.selected)
         return {
             "pass_rates/mean": float(known.mean()),
@@ -176,7 +176,7 @@ def read_table(file: Path) -> pa.Table:
 
 
 def row_digests(filtered: Path) -> list[str]:
-    """Return a digest of 16 hex digits for each row of a filtered file, from its prompt and ground truth."""
+    """Return a digest of 16 hex digits for each row of a filtered file. It covers the row's prompt and ground truth."""
     table = pq.read_table(filtered, columns=["prompt_ids", "ground_truth_json"])
     ids = table.column("prompt_ids").combine_chunks()
     flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
@@ -205,7 +205,7 @@ def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
 
 class PassRateMeasurement:
     """The measurement of a run's pass rates. `prompts()` loads the initial policy and returns the training prompts.
-    `sample(prompts, n, first)` returns n responses to each of these prompts. `first` is the index of `prompts[0]`
+    `sample(prompts, n, first)` returns n responses to each prompt in `prompts`. `first` is the index of `prompts[0]`
     among all training prompts."""
 
     def __init__(

@@ -186,7 +186,7 @@ def _with_scorer(prompt: Prompt, data: TaskData) -> str:
 
 
 def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
-    """Interleave the prompts of all data sources evenly, so that the first N prompts contain a share of each source."""
+    """Interleave all data sources' prompts, so that the first N prompts contain about the same share of each source."""
     placed = [
         ((place + 0.5) / len(prompts), part, prompt)
         for part, prompts in enumerate(parts)

@@ -72,8 +72,8 @@ class Session:
         abandon: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
         is_locked: bool = False,
     ) -> None:
-        """Create a session without opening it. `abandon`: ends the process. Another thread calls `abandon` if a phase
-        or a stop takes too long. `is_locked`: whether this process has inherited the run's lock."""
+        """Create a session without opening it. `abandon`: a function that ends the process. Another thread calls it if
+        a phase or a stop takes too long. `is_locked`: whether this process has inherited the run's lock."""
         self._is_locked = is_locked
         self._config, self._layout = config, layout
         self._guard = Watchdog(
@@ -137,9 +137,9 @@ class Session:
         return {"step": step, "checkpoint": str(self._record.store.path_of(step)), "metrics": dict(metrics)}
 
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
-        """Evaluate a checkpoint (`start`, `last`, `best` or a name) on all held-out problems and suites. In a run
-        without reinforcement learning, `start` is the model before its supervised stage, and any other name is the
-        model after the stage."""
+        """Evaluate a checkpoint (`start`, `last`, `best` or a checkpoint's name) on all held-out problems and suites.
+        In a run without reinforcement learning, `start` means the model before the supervised stage, and any other
+        value means the model after this stage. `name`: the name of the validation."""
         self._training.settle_save()
         step, summary = None, dict[str, float]()
         if self._config.is_supervised:
@@ -182,7 +182,7 @@ class Session:
         return known
 
     def _export_supervised(self) -> Mapping[str, object]:
-        """Copy the journal of the supervised stage into the run's journal, and its model into the run's folder."""
+        """Copy the supervised stage's journal into the run's journal, and the stage's model into the run's folder."""
         model, target = self._supervised_model(), self._layout.exported_model
         if not is_exported(target, model.steps):
             self._copy_journal(model.steps)

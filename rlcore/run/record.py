@@ -1,5 +1,5 @@
 """The record of a run: journal, checkpoints and events. A step is written to the journal before its checkpoint is
-published. A resume truncates the journal to its length at the checkpoint."""
+published. A resume truncates the journal to the length that it had when the checkpoint was saved."""
 
 import logging
 import time
@@ -67,8 +67,8 @@ class RunRecord:
 
     def restore(self, step: int, journal_bytes: int) -> None:
         """Abandon the current save, and remove all journal lines and responses after `step`. Rename intact checkpoints
-        of later steps. If `step` is 0, also rename validation results and exported models. If `step` is larger, they
-        stay, because training repeats the later steps and reproduces them."""
+        of later steps. If `step` is 0, also rename validation results of later steps and exported models. Otherwise,
+        these files stay, because training repeats the later steps and reproduces them."""
         self.saves.abandon()
         self.store.set_aside_later(step)
         self.answers.truncate(step)
@@ -88,8 +88,8 @@ class RunRecord:
         self.report({"event": name, "step": step, **data})
 
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
-        """Return the state with a validation's score as its best score, or the unchanged state if the score is missing
-        or not higher."""
+        """Return the state with a validation's held-out reward as its best score. If this reward is missing or not
+        higher than the best score so far, return the unchanged state."""
         score = result.metrics().get(HELD_OUT_REWARD)
         if score is None or score <= state.best_metric:
             return state
@@ -140,7 +140,7 @@ class Pace:
 
 
 class RunEvents:
-    """A reporter of one run's events to its Prefect flow, its log and its journal."""
+    """An object that reports the events of one run to the run's Prefect flow, log and journal."""
 
     def __init__(self, record: RunRecord, stage: str) -> None:
         self._record, self._stage, self._report = record, stage, record.report
@@ -217,7 +217,7 @@ class RunEvents:
             self._record.record_event("out_of_memory", step, data)
 
     def failures(self, step: int) -> None:
-        """Record again the failures that were removed when the journal was truncated."""
+        """Restore the journal's records of failures, which were removed when the journal was truncated."""
         failures = read_failures(self._record.layout.run_dir)
         events = load_journal(self._record.layout.journal).events
         known = {event.data.get("time") for event in events if event.name == "fault"}

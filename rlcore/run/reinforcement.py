@@ -51,7 +51,7 @@ class RunWorkers(TrainingWorkers):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses that could not be scored so far, and the last error of the scorer or the
+        """The number of responses so far that could not be scored, and the last error of the scorer or the
         environment."""
         return self.start()._sampler.unscored
 
@@ -226,7 +226,7 @@ class RunTraining(Training):
 
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
         """Return the stored result of the validation `name`, or None if there is no result with the present settings.
-        If `name` is None, look for the result that training stored for the step. Do not use this result if training
+        If `name` is None, look for the result that training stored for the step. Ignore this result if training
         evaluates only `max_problems` problems."""
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)

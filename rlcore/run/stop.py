@@ -4,8 +4,8 @@ The rules (docs/operations.md):
 
 - The first SIGTERM or SIGINT is a stop request: the step is finished and saved.
 - A second SIGINT (Ctrl-C again) ends the process immediately.
-- A second SIGTERM ends the process immediately only if it comes more than `SAME_REQUEST_S` after the first signal. A
-  supervisor may signal the process and then its group, and both signals belong to one request.
+- A second SIGTERM ends the process immediately only if it comes more than `SAME_REQUEST_S` seconds after the first
+  signal. A supervisor may signal the process and then its group, and both signals belong to one request.
 - The kernel sends a signal when the parent process ends (`flows.server.launch`). This signal never counts as a second
   request, because a flow that is canceled may end while this process still saves the last finished step.
 """
@@ -73,8 +73,8 @@ def locked_run(
     waits_for_holder: bool = True,
 ) -> "Iterator[RunLock]":
     """Hold the run's lock inside the `with` block, and remove temporary files of killed processes. If another process
-    holds the lock, report this and wait. Raises RunInUseError after `wait_s`, or immediately if that process is alive
-    and `waits_for_holder` is false. Raises StopRequestedError if a stop is requested."""
+    holds the lock, report this and wait. Raises RunInUseError after `wait_s` seconds, or immediately if the lock's
+    holder is alive and `waits_for_holder` is false. Raises StopRequestedError if a stop is requested meanwhile."""
     # The command line imports this module before it reads settings.
     from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder
     from rlcore.storage.publish import remove_stale_temporaries

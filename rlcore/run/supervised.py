@@ -105,9 +105,10 @@ def add_reference(
     pairs: Sequence[Demonstration],
     report: Callable[[Mapping[str, object]], None],
 ) -> None:
-    """Set the reference log-probabilities of `pairs`. The first call computes them and stores them in `folder`. The
-    workers must hold the initial policy. `batches`: the pairs of each training step in the first epoch, and the
-    held-out pairs. Because training uses the same batches, all reward margins of the first step are exactly 0."""
+    """Set the reference log-probabilities of `pairs`. The first call computes them and stores them in `folder`, and
+    later calls read them. In the first call, the workers must hold the model before its first training step.
+    `batches`: the pairs of each training step in the first epoch, and the held-out pairs. Training uses the same
+    batches and so rounds in the same way, and all reward margins of the first step are exactly 0."""
     if read_finished_or_set_aside(folder) is None:
         report({"event": "note", "text": f"computes the reference log-probabilities of {len(pairs):,} pairs"})
         for batch in reversed(batches):  # the last step of the epoch repeats pairs of its first steps
@@ -188,7 +189,7 @@ class SupervisedWorkers(TrainingWorkers):
 
 
 class SupervisedTraining(Training):
-    """A supervised training that ends at its last step, or earlier by the rules of `warm_start`."""
+    """A supervised training that ends at its last step, or earlier if `has_learned` is true."""
 
     STAGE = WARM_START
     workers: SupervisedWorkers
@@ -215,7 +216,8 @@ def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[s
 
 
 class WarmStart:
-    """The creator of the initial policy. After an error, it keeps its workers and the folder's lock until `close`."""
+    """An object that creates the initial policy. After an error, it keeps its workers and the lock of the warm start's
+    folder until `close` is called."""
 
     def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog, run_id: str) -> None:
         self._config, self._inputs, self._guard, self._run_id = config, inputs, guard, run_id

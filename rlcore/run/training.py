@@ -68,13 +68,13 @@ class TrainingWorkers:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses that could not be scored so far, and the last error. Supervised training counts
-        none."""
+        """The number of responses so far that could not be scored, and the last error. In supervised training, they are
+        always 0 and ''."""
         return 0, ""
 
     def gpu_uses(self) -> list[GpuUse]:
-        """Return the seconds for which each rank has used its GPU since its start. Return an empty list on a CPU or
-        before the start."""
+        """Return, for each rank, the seconds since the rank began to use its GPU. Return an empty list on a CPU or
+        before the ranks start."""
         if not self._is_started or self.found.get("device_name") == "CPU":
             return []
         return [use for use in self.group.each(Worker.gpu_use) if use is not None]
@@ -120,8 +120,8 @@ class TrainingWorkers:
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
-        """Run one training step. The caller must then record the result and set `holds` to the name of the checkpoint
-        that stores the new weights."""
+        """Run one training step. The caller must then record the result and set `holds` to the name of a checkpoint of
+        the new step."""
         self.start()
         self.holds = MID_STEP
         is_profiled = self.config.runtime.profile.has_step(state.step + 1)
@@ -177,7 +177,7 @@ class TrainingWorkers:
 
 
 class Training:
-    """A training that saves checkpoints. It keeps the last finished step in memory between calls of `train_to`."""
+    """A training that saves checkpoints. Between calls of `train_to`, the state after the last step stays in memory."""
 
     STAGE = "train"
     workers: TrainingWorkers
@@ -358,7 +358,8 @@ class Training:
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], int | None]) -> None:
-        """Call `advance`, which continues the current save. Add the call's duration to a metric of the next step."""
+        """Call `advance`, which continues the current save. Add the call's duration to `timing_s/save_checkpoint` of
+        the next step."""
         begun = time.perf_counter()
         try:
             saved = advance()

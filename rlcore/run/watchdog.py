@@ -151,7 +151,7 @@ def read_failures(run_dir: Path) -> list[Failure]:
 
 
 def num_oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory, or 0 if it is unknown."""
+    """Return the number of processes that the kernel has killed for lack of memory, or 0 if the number is unknown."""
     for path in OOM_COUNTERS:
         try:
             for line in path.read_text().splitlines():
@@ -177,7 +177,8 @@ class _Running:
 class Watchdog:
     """A context manager around the workers, which enforces deadlines and records failures. A run must end within
     `runtime.stop_deadline_s` after a stop request. After half of this time, the current step is abandoned if it has not
-    changed the weights yet. `abandon`: reports an error and ends the process. Another thread calls `abandon`."""
+    changed the weights yet. `abandon`: a function that reports an error and ends the process. The
+    watchdog's thread calls it."""
 
     def __init__(
         self,

@@ -41,8 +41,8 @@ def ray_folder() -> Path:
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the bytes of a private cluster's object store. They are the size of the largest batch, limited by the free
-    shared memory and 30% of the host's memory, but at least `LEAST_STORE_BYTES`."""
+    """Return the size, in bytes, of a private cluster's object store. It is the size of the largest batch, limited by
+    the free shared memory and 30% of the host's memory, but at least `LEAST_STORE_BYTES`."""
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
     most = min(free, psutil.virtual_memory().total * 3 // 10)
@@ -114,8 +114,8 @@ def loopback_environment() -> Mapping[str, str]:
 
 def restrict_ray(ray_address: str | None) -> None:
     """Make Ray in this process listen only on loopback and require this user's token. Do nothing if `ray_address` names
-    a cluster that `millrace up --ray` has not started. Raises ConfigError if Ray cannot use its folder, or if Ray was
-    imported before with another environment."""
+    another cluster than the one that `millrace up --ray` has started. Raises ConfigError if Ray cannot use its folder,
+    or if Ray was imported before with another environment."""
     if ray_address is not None and address_of(ray_address) != own_head():
         return
     wanted = loopback_environment()

@@ -1,6 +1,6 @@
 """The environment and the GPUs of the trainer's interpreter (`runtime.python`). A separate process reads both, so that
-the caller neither imports torch nor holds a GPU. `python -m rlcore.runtime.interpreter PACKAGE...|--devices` prints
-JSON."""
+the caller neither imports torch nor holds a GPU. `python -m rlcore.runtime.interpreter PACKAGE...|--devices` prints the
+environment or the devices as JSON."""
 
 import hashlib
 import importlib.metadata
@@ -135,7 +135,7 @@ def _install(program: str) -> str:
 
 def run_versions(python: str | None) -> dict[str, str]:
     """Return the versions of Python and the packages in the trainer's environment. If this process has another version
-    of one, that version is added with the prefix `flow.`. A package that only this process has is added without a
+    of a package, that version is added with the prefix `flow.`. A package that only this process has is added without a
     prefix."""
     own = this_environment().versions
     trainer = own if python is None else trainer_environment(python).versions

@@ -59,7 +59,7 @@ class RankProcess(Worker):
 
 
 class RayGroup:
-    """A `WorkerGroup` of Ray actors. It starts a private cluster unless `runtime.ray_address` names one."""
+    """A `WorkerGroup` of Ray actors. It uses the cluster of `runtime.ray_address`, or starts a private cluster."""
 
     def __init__(self, config: RunConfig, model_directory: str) -> None:
         self.world_size = config.runtime.num_workers

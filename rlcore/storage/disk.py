@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BYTES_PER_GB = 1e9
 BYTES_PER_TRAINED_PARAMETER = 4 + 8
 CHECKPOINT_SLACK_BYTES = 4 * 2**20
-"""The estimated bytes of a checkpoint's headers, index, trainer state and manifest."""
+"""The estimated size, in bytes, of a checkpoint's headers, index, trainer state and manifest."""
 CHECKPOINT_SLACK_SHARE = 0.01
 """The share of a checkpoint's tensor bytes that is added for partly filled blocks of the file system."""
 NO_FILES = "that file system can hold no further file, whatever its free bytes: its inodes are used up (df -i)"
@@ -53,7 +53,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that an ordinary user may still write on the file system of `path`."""
+    """Return the number of bytes that an ordinary user may still write on the file system of `path`."""
     stats = os.statvfs(nearest_existing(path))
     return stats.f_bavail * stats.f_frsize
 
@@ -127,7 +127,7 @@ class RoomReport:
 
     @property
     def missing_bytes(self) -> int:
-        """The bytes that must be freed so that `needed_bytes` and the reserve fit on the disk, or 0 if they fit."""
+        """The number of bytes that must be freed so that `needed_bytes` and the reserve fit on the disk, or 0."""
         return max(0, self.needed_bytes + self.reserve_bytes - self.free_bytes)
 
     @property
@@ -177,7 +177,7 @@ def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[Room
 
 
 def checkpoint_bytes(num_trained_parameters: int) -> int:
-    """Estimate the bytes of a checkpoint from the number of trained parameters. Frozen parameters are not saved."""
+    """Estimate a checkpoint's size in bytes from the number of trained parameters. Frozen parameters are not saved."""
     tensors = num_trained_parameters * BYTES_PER_TRAINED_PARAMETER
     return int(tensors * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
 

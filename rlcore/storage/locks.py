@@ -198,8 +198,8 @@ class HeldLock(FileLock):
         super().__init__(self.path)
 
     def __enter__(self) -> Self:
-        """Acquire the lock. If it is not free, wait at most `wait_s` seconds, or `POLL_S` if that is longer. The
-        shortest wait exists because `holder_of` in another process takes the lock for a moment.
+        """Acquire the lock. If it is not free, wait at most `wait_s` seconds, or `POLL_S` if that is longer.
+        `POLL_S` is the minimum because `holder_of` in another process takes the lock for a moment.
 
         Raises `error` if another process still holds the lock, or if the file system has no locks. Raises
         UnwritableError if the folder cannot be written, and DiskSpaceError if the disk has no room for an empty

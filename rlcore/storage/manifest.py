@@ -117,7 +117,7 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERSION) -> int | None:
-    """Return the format version that the file `name` of a directory states if it is above `known`, otherwise None."""
+    """Return the format version in the file `name` of a directory, or None if it is unreadable or not above `known`."""
     try:
         version = parse_json(read_ordinary(directory / name))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -126,7 +126,7 @@ def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERS
 
 
 def verify_directory(directory: Path, *, hashes: bool = True, error: type[MillraceError] = DataError) -> Manifest:
-    """Return the directory's manifest. Raise `error` unless every file that it lists exists with the listed size and,
+    """Return the directory's manifest. Raise `error` unless every file in the manifest exists with the listed size and,
     if `hashes` is true, with the listed SHA-256."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:

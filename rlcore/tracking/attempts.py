@@ -32,8 +32,8 @@ ATTEMPTS_FILE = "attempts.jsonl"
 CLOSE_TIMEOUT_S = 30.0  # the seconds to wait for the delivery of the last values at the end of a run
 PREFIX = "tracking: "  # marks lines for the trainer's log, since MLflow's libraries write to the same stream
 DELIVERY_VARIABLE = "MILLRACE_DELIVERY"
-"""The environment variable with the path of the Python interpreter that delivers to MLflow, then the entries of its
-`PYTHONPATH`."""
+"""The environment variable with the path of the Python interpreter that delivers to MLflow, followed by the entries of
+this interpreter's `PYTHONPATH`."""
 MAX_STARTS = 3
 REQUEST_LIMITS = {
     # The process retries by itself; a retry inside the client could create a run twice.

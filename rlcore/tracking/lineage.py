@@ -209,7 +209,7 @@ def _gpus(nvml: Any) -> Iterator[tuple[str, int | None]]:
 
 
 def first_gpu() -> tuple[str, int | None] | None:
-    """Return the name and the bytes of the first GPU, or None if there is no GPU. Nothing is allocated on the GPU."""
+    """Return the first GPU's name and memory in bytes, or None if there is no GPU. Nothing is allocated on the GPU."""
     return next(_gpus(_start_nvml()), None)
 
 

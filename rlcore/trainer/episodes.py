@@ -59,8 +59,8 @@ class _OpenEpisode:
             self._end_at_limit()
 
     def add_reply(self, reply: str, ids: Sequence[int]) -> bool:
-        """Add the environment's reply and return True. If there is no room for another token after it, end the episode
-        instead and return False."""
+        """Add the environment's reply and return True. If there is no room for another token after the reply, end the
+        episode instead and return False."""
         if len(self.token_ids) + len(ids) >= self.limit:
             self._end_at_limit()
             return False
@@ -137,7 +137,7 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of episodes that ended because their environment failed, and the reason of one such failure."""
+        """The number of episodes that ended because their environment failed, and the reason for one such failure."""
         failures = [pool.unscored for pool in self._pools]
         return sum(number for number, _ in failures), next((why for number, why in failures if number), "")
 

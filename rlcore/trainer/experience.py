@@ -93,7 +93,7 @@ class ResponseSampler:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses without a score so far, and the reason of the last failure."""
+        """The number of responses without a score so far, and the reason for the last failure."""
         return (self._episodes or self.scoring).unscored
 
     def sample(
@@ -163,10 +163,10 @@ class ResponseSampler:
         shares: Sequence[Sequence[int]] | None = None,
         num_finished: int = 0,
     ) -> list[Rollout]:
-        """Generate a response to each request, and return them in this order. `on_finished` is called with a few
-        responses and their request indices whenever these have finished. `shares`: the request indices of each rank. If
-        `num_finished` is positive, unfinished responses are cut as soon as `num_finished` groups are finished. Raises
-        EngineError for responses of another policy version."""
+        """Generate a response to each request, and return the responses in the order of the requests. Whenever a few
+        responses have finished, `on_finished` is called with them and their request indices. `shares`: the request
+        indices of each rank. If `num_finished` is positive, unfinished responses are cut as soon as `num_finished`
+        groups are finished. Raises EngineError if a response comes from another policy version."""
         indices = split_requests(requests, self.group.world_size) if shares is None else shares
         limit = self.config.rollout.max_response_tokens
         arguments = [([requests[i] for i in mine], sampling, limit, num_finished) for mine in indices]
@@ -190,7 +190,7 @@ class ResponseSampler:
 @dataclass(frozen=True, slots=True)
 class Experience:
     """The responses of one step with their scores. `greedy_scores`: the scores of greedy responses to the same prompts,
-    NaN where scoring failed, or None if there are none."""
+    NaN where scoring failed, or None if no greedy responses are needed."""
 
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
@@ -239,7 +239,7 @@ class ExperienceCollector:
         self._prepared: dict[LoopState, list[SamplingRequest]] = {}
 
     def prepare(self, state: LoopState) -> None:
-        """Draw the prompts of the step after `state` in advance, while the ranks may still be busy with their last
+        """Draw the prompts of the step after `state` in advance, while the ranks may still be busy with the previous
         step."""
         self._prepared = {state: self._first_requests(state)}
 
@@ -353,8 +353,8 @@ class ExperienceCollector:
 
 
 def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> UnscoredError:
-    """Return the error to raise for a step or validation without any score. `failures`: the reason for each
-    response."""
+    """Return the error to raise for a step or validation without any score. `failures`: for each response, the reason
+    why it has no score."""
     return UnscoredError(
         f"{where}: has no metrics, for {len(failures):,} responses have no score; {scorer} failed, the last time: "
         f"{failures[-1]}"
@@ -362,7 +362,7 @@ def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> Unsc
 
 
 def count_solved(responses: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
-    """Add the numbers of solved and of scored responses to each prompt to `tally`, whose keys are prompt ids."""
+    """Add the responses to `tally`, which maps each prompt id to the numbers of solved and of scored responses."""
     for rollout, score, _ in responses:
         if score.failure is None:
             num_solved, num_scored = tally.get(rollout.prompt.prompt_id, (0, 0))

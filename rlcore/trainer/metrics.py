@@ -65,8 +65,8 @@ def cost_metrics(
     seconds: Mapping[str, float],
     info: WorkerInfo,
 ) -> Metrics:
-    """Return metrics of the load balance over ranks, of the time of each phase, and of the reached share of the
-    devices' peak performance."""
+    """Return metrics of the load balance over ranks, the time of each phase, and the share of the devices' peak
+    performance that the updates reach."""
     sequences = assignment.whole.sequences
     return {
         **balance_metrics(packed, sequences),
@@ -154,7 +154,7 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
 
 
 def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
-    """Return metrics of the responses that the next step will continue, or {} if the step cut no response."""
+    """Return metrics of the responses that this step cut off and the next step continues, or {} if there are none."""
     if not experience.cut_length:
         return {}
     return {

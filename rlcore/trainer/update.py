@@ -180,8 +180,8 @@ def _sequence_advantages(
     parts: Parts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response. It is 0 if the response has no score, or if there is no other scored response
-    to compare it with."""
+    """Return one advantage per response. It is 0 if the response has no score, or if none of the responses to compare
+    it with has a score."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()
@@ -251,7 +251,7 @@ class Update:
 
     def observed_kl(self, algo: AlgoConfig, kl_in_reward: float | None) -> float | None:
         """Return the KL divergence from the reference in nats per token, or None if it was not measured. If
-        `algo.kl.where` is not `loss`, it is `kl_in_reward`."""
+        `algo.kl.where` is not `loss`, the result is `kl_in_reward`."""
         if algo.kl.where == "loss":
             return None if self.policy is None else self.policy.stats.mean("ref_kl")
         return kl_in_reward
@@ -311,7 +311,7 @@ class SharedBatch:
     batch: TrainBatch
     assignment: Assignment
     parts: Sequence[Any]
-    """The `TrainBatch` of each rank, or a handle to it if it has been sent to the rank."""
+    """The `TrainBatch` of each rank, or a handle to the `TrainBatch` if it has been sent to the rank."""
     mini_batches: Sequence[MiniBatch]
     """The mini-batches of all epochs. Mini-batches without a loss token are left out."""
 

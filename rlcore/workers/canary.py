@@ -108,9 +108,9 @@ def probe_difference(
     prompts: Sequence[Prompt],
     logprobs: Callable[[PackedBatch, int], Float[Tensor, "T"]],
 ) -> float:
-    """Return the mean absolute difference between the engine's and the trainer's log-probabilities, or inf if it is not
-    finite. The engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass,
-    which gets a batch and the number of micro-batches. This number is the same on all ranks."""
+    """Return the mean absolute difference between the engine's and the trainer's log-probabilities, or inf if this
+    difference is not finite. The engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's
+    forward pass, which gets a batch and the number of micro-batches. This number is the same on all ranks."""
     assert prompts, "set_probe must precede a weight sync to vLLM"
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)

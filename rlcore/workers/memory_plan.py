@@ -105,10 +105,10 @@ def micro_batch_tokens(config: RunConfig) -> int:
 
 
 def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool = False) -> int:
-    """Return the bytes per token that autograd keeps of one layer, not multiplied by `ACTIVATION_FACTOR`. A plain layer
-    keeps the float32 input and the output of both norms, the inputs and outputs of attention and feed-forward parts,
-    and one float32 softmax normalizer for each attention head. A compiled layer keeps no activation of the gate, and
-    one float32 scale for each norm."""
+    """Return the bytes per token that autograd keeps for one layer, not multiplied by `ACTIVATION_FACTOR`. A plain
+    layer keeps the float32 input and the output of both norms, the inputs and outputs of attention and feed-forward
+    parts, and one float32 softmax normalizer for each attention head. A compiled layer keeps no activation of the gate,
+    and one float32 scale instead of each norm's input."""
     hidden, query, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
     norms = 2 * (itemsize * hidden + FULL) if compiled else 2 * (FULL * hidden + itemsize * hidden)
     inputs = 2 * itemsize * hidden
@@ -153,8 +153,8 @@ def head_bytes(
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
     """Return the bytes of the engine while it is awake, as in generation. vLLM holds weights and cache within its share
-    of the device. The engine hf holds weights, cache, and the temporary tensors of sampling or of one pass over all
-    prompts, whichever is larger."""
+    of the device's memory. The engine hf holds weights, cache, and the temporary tensors of sampling or of one pass
+    over all prompts, whichever is larger."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "vllm":
@@ -360,8 +360,8 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
 
 
 def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
-    """Fit a run's settings to the GPU, if its size is known, and report the memory plan. Return the settings. Raises
-    ConfigError if the run cannot fit."""
+    """Fit a run's settings to the GPU, if the size of the GPU is known, and report the memory plan. Return the
+    settings. Raises ConfigError if the run cannot fit."""
     shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config

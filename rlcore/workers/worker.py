@@ -323,7 +323,7 @@ class Worker:
         return {name: (each.model, each.optimizer) for name, each in trained.items() if each is not None}
 
     def load(self, directory: str) -> None:
-        """Load a checkpoint of the policy and the critic. It may have been saved by a run with another number of
+        """Load a checkpoint of the policy and the critic. The run that saved it may have had another number of
         ranks."""
         self._sleep_engine()  # until the next weight sync
         for name, (model, optimizer) in self._saved_models().items():
@@ -380,8 +380,7 @@ class Worker:
         self.actor.base.reload()
 
     def _wake_engine(self) -> None:
-        """Prepare for a call of the engine, which wakes the engine. The base weights are offloaded to make room for
-        it."""
+        """Offload the base weights to make room for the engine, which wakes up at its next call."""
         self.actor.offload_base()
         self._meter.set_engine_asleep(False)
 

@@ -128,8 +128,8 @@ class VllmEngine(RolloutEngine):
                 core.abort_requests(list(writing))
 
     def _agree(self, cut: TailCut, names: Sequence[str]) -> None:
-        """Exchange the lengths of finished responses with the other ranks. If this lowers `cut.bound`, make this number
-        of tokens the limit of the requests with the ids `names`."""
+        """Exchange the lengths of finished responses with the other ranks. If this lowers `cut.bound`, make the new
+        bound the token limit of the requests with the ids `names`."""
         before = cut.bound
         cut.agree()
         if cut.bound < before:

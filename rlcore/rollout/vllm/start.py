@@ -168,8 +168,8 @@ def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype
 
 def logprobs_mode(settings: RolloutConfig) -> str:
     """Return the vLLM mode whose log-probabilities are defined as in the trainer, with temperature but without top_p.
-    With top_p, this is `raw` (before temperature and top_p), since the settings reject a temperature together with
-    top_p. Otherwise it is `processed` (after both)."""
+    With top_p below 1, this is `raw` (before temperature and top_p), since the settings reject a temperature together
+    with top_p. Otherwise it is `processed` (after both)."""
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
 
 

@@ -29,8 +29,8 @@ def load_weights(
     places: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Copy all weights into vLLM's model, in its number type. Raises EngineError if a tensor is unknown or was not
-    sent. On a GPU each tensor is copied to its address in `places`. An earlier sync has recorded these addresses, which
-    CUDA graphs use. On a CPU, each layer and a tied head are packed again for the kernels."""
+    sent. If `places` is given, each tensor is copied to its address in `places`. An earlier sync has recorded these
+    addresses, which CUDA graphs use. On a CPU, each layer and a tied head are packed again for the kernels."""
     whole = require_all_weights(weights, expected)
     with torch.no_grad():
         if places is not None:
