@@ -222,20 +222,21 @@ def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: Expor
     records = {record.step: record for record in read_journal(layout.journal)}
     tags = {"settings_fingerprint": settings_fingerprint(config)}
 
-    def log(folder: Path, kind: Kind, name: str, step: int, **more: Any) -> str:
+    def log(folder: Path, kind: Kind, what: str, step: int, **more: Any) -> str:
         record = records.get(step)
         held_out = (HELD_OUT_REWARD, "val-core/")
         metrics = {} if record is None else {n: x for n, x in record.metrics.items() if n.startswith(held_out)}
         more |= {"metrics": metrics, "time_s": 0.0 if record is None else record.time}
-        name = f"{run.run_id}-{name}".replace(".", "_")  # MLflow refuses a period in a model's name
+        # The step is first, because MLflow's table cuts long names. MLflow refuses a period in a model's name.
+        name = f"{what}-{step}-{run.run_id}".replace(".", "_")
         return log_model(page.store, page.id, folder, kind=kind, name=name, step=step, **more)
 
     for info in scan(layout.checkpoints).checkpoints:
         size = {"size_bytes": str(info.size_bytes)}
-        log(info.path, "checkpoint", info.path.name, info.step, tags=tags | size)
+        log(info.path, "checkpoint", "step", info.step, tags=tags | size)
     more = {"tags": tags, "max_bytes": MAX_UPLOAD_BYTES, "versions": run.origin.environment}
     logged = {
-        step: log(one.directory, "transformers", f"weights-{step:06d}", step, **more)
+        step: log(one.directory, "transformers", "weights", step, **more)
         for step, one in {last.step: last, best.step: best}.items()
     }
     named: dict[Alias, str] = {"last": logged[last.step], "best": logged[best.step]}

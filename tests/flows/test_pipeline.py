@@ -150,10 +150,9 @@ def test_mlflow_has_settings_datasets_report_and_weights(first, reference):
     assert lineage["command"][:2] == ["millrace", "run"]
     assert lineage["environment"]["torch"]
     models = mlflow_rows(root, "select name from logged_models")
-    checkpoints = {path.name for path in (reference.run_dir / "checkpoints").glob("step-*")}
-    assert {f"{reference.run_dir.name}-{name}" for name in (*checkpoints, "weights-000060")} <= {
-        name for (name,) in models
-    }
+    checkpoints = {int(path.name.removeprefix("step-")) for path in (reference.run_dir / "checkpoints").glob("step-*")}
+    expected = {*(f"step-{step}" for step in checkpoints), "weights-60"}
+    assert {f"{name}-{reference.run_dir.name}" for name in expected} <= {name for (name,) in models}
     evaluated = "select count(*) from logged_model_metrics where metric_name like 'val-core/%mean_at_2'"
     assert int(mlflow_rows(root, evaluated)[0][0]) >= len(checkpoints) + 1, "scores are linked to models"
 

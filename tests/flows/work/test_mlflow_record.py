@@ -117,7 +117,7 @@ def test_models_have_the_name_of_their_run(artifacts_root, empty_store, monkeypa
         page = ensure_mlflow_run(run.layout.run_dir, config, {})
         log_models(run, page, last, last)
     models = models_of(page.store.client, page.store.experiment_id, page.id)
-    assert {model.name for model in models} == {"lr-0_5-step-000002", "lr-0_5-weights-000002"}
+    assert {model.name for model in models} == {"step-2-lr-0_5", "weights-2-lr-0_5"}
 
 
 def test_unreachable_store_is_logged_once_per_part(away, caplog):
