@@ -1,7 +1,7 @@
 """Train the demo briefly with every loss, advantage and correction.
 
     nice python -m benchmarks.every_method                      # the methods without a result, one by one
-    python -m benchmarks.every_method --jobs 25                 # concurrently, with as many cores
+    python -m benchmarks.every_method --jobs 25                 # 25 runs at the same time, with 25 cores
     nice python -m benchmarks.every_method --only gspo gdpo     # these methods, even if they have results
     python -m benchmarks.every_method paths.root=/tmp/tried --steps 2 --only gspo --to /tmp/tried.json
 

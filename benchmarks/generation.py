@@ -4,8 +4,8 @@
     python -m benchmarks.generation --shape=tiny --prompts=8 --mean=12 --longest=32   # rehearsal on a CPU
 
 Prompts have five responses each. The weights are random, and the lengths are drawn once from a geometric distribution.
-The GPU time is measured in further generations. In these, torch's profiler records up to 30 steps for each of three
-ranges of the number of unfinished responses.
+The GPU time is measured in three further generations. In each of them, torch's profiler records up to 30 steps in which
+the number of unfinished responses is in a given range.
 """
 
 import argparse

@@ -177,8 +177,8 @@ class Steps:
 def run_steps(
     config: RunConfig, directory: Path, group: FixedLengths, *, warm_up: int, measured: int, trace: bool = False
 ) -> Steps:
-    """Run `warm_up` steps and then `measured` steps, and print a line for each. Return the results of the measured
-    steps and the peak memory. The workers are closed."""
+    """Run `warm_up` steps and then `measured` steps, and print a line for each. Close the workers. Return the results
+    of the measured steps and the peak memory."""
     results: list[StepResult] = []
     with contextlib.closing(group):
         with training_loop(config, directory, group) as loop:

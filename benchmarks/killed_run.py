@@ -44,15 +44,15 @@ ON_RAY = (
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
 MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
-"""Three kinds of process, with a suffix for each. A process is of a kind if an argument on its command line ends with
-the suffix."""
+"""Suffixes that identify three kinds of process. A process is of a kind if an argument on its command line ends with
+the suffix of this kind."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}
 PARTS = ("flow", *MARKS, *NAMES.values())
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill. `age_s` is the age of the killed process, and `step` the last step in the journal."""
+    """One kill. `age_s`: the age of the killed process. `step`: the last step in the journal."""
 
     run: int
     part: str
@@ -114,7 +114,8 @@ def _processes_by_part(flow: int) -> Mapping[str, psutil.Process]:
 
 
 class PartKiller:
-    """A killer of one process at a time. The kind of the next process is drawn from the kinds with the fewest kills."""
+    """A killer of one process at a time. The kind of the next process is drawn from the kinds that were killed least
+    often."""
 
     def __init__(self, num_kills: int, window_s: float, rng: random.Random, found: Findings) -> None:
         self.left = num_kills
@@ -155,8 +156,8 @@ class PartKiller:
             time.sleep(0.05)
 
     def _next_target(self) -> tuple[str, float, float]:
-        """Return the kind of process to kill next, the present time, and a random delay in seconds. The delay begins at
-        the present time. If the process starts later, the delay begins at the process's start."""
+        """Return the kind of process to kill next, the current time, and a random delay in seconds. The delay begins at
+        the current time. If the process starts later, the delay begins at the process's start."""
         fewest = min(self._hits[part] for part in PARTS)
         part = self._rng.choice([part for part in PARTS if self._hits[part] == fewest])
         return part, time.time(), self._rng.uniform(0, self._window_s)

@@ -6,7 +6,8 @@
     python -m benchmarks.long_answers --cases tiny                             # rehearsal on a CPU
 
 Each case is a step of `benchmarks.grpo_step` with random weights. `runtime.fit_memory=auto` chooses the settings. Each
-case runs in a separate process, whose end frees all memory. The results are written after each case.
+case runs in a separate process, so that its memory is freed when the case ends. The results are written after each
+case.
 """
 
 import argparse
@@ -31,7 +32,8 @@ _LENGTHS = ["filter.max_prompt_tokens=120", "runtime.fit_memory=auto"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape of `benchmarks.shapes`, the number of prompts with five responses each, and the response lengths."""
+    """A measured case: a shape of `benchmarks.shapes`, the number of prompts (five responses each), and the response
+    lengths."""
 
     shape: str
     prompts: int

@@ -15,8 +15,8 @@ timeout (--limit) also counts as noticed. At the end, the tests that noticed a m
 a test also fails there, the mutations that it noticed count as unnoticed.
 
 The mutations and their tests are written to --out (JSON). If the file exists, its results for folders without new
-mutations are kept. If an unnoticed mutation changes no behavior, a reader can write the reason into the file, as
-`equivalent`. Later runs keep the reason. The exit code is 0.
+mutations are kept. If an unnoticed mutation changes no behavior, a reviewer can write the reason into its entry
+`equivalent` in the file. Later runs keep this entry. The exit code is 0.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Mutation:
 
     `statement` is the line where the mutated statement begins. `tried` is the number of tests that execute this line,
     or 0 if all tests of the folder ran instead. `noticed_by` is the test that failed, or "limit" after a timeout.
-    `equivalent` is a reader's reason why the mutation changes no behavior."""
+    `equivalent` is the reason, given by a reviewer, why the mutation changes no behavior."""
 
     folder: str
     file: str
@@ -204,7 +204,8 @@ def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: i
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
     """Write the mutations and their tests to `out`. If the file exists, its results for folders without new mutations
-    are kept. The reasons that readers have written as `equivalent` are kept too."""
+    are kept. The `equivalent` entries, in which reviewers gave the reason why a mutation changes no behavior, are kept
+    too."""
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
     remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:

@@ -25,7 +25,7 @@ from benchmarks.vs_trl import sides
 
 BETA = 0.1
 NAMES = {"margin": "rewards/margins", "chosen_logprob": "logps/chosen", "rejected_logprob": "logps/rejected"}
-"""The compared metrics other than the loss: our name and TRL's name of each metric."""
+"""Our name and TRL's name of each compared metric except the loss."""
 
 
 def ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -117,7 +117,8 @@ def trl(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def make_rows(arguments: argparse.Namespace, vocab_size: int) -> list[dict[str, Any]]:
-    """Return random pairs for the tokenizer of `benchmarks.shapes`. A response ends with the end token 1."""
+    """Return random pairs for the tokenizer of `benchmarks.shapes`. Each response ends with the end-of-sequence token
+    (id 1)."""
     import numpy as np
 
     rng, rows = np.random.default_rng(arguments.seed), []

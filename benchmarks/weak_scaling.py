@@ -5,8 +5,8 @@
 
 First, each GPU runs a separate `benchmarks.grpo_step` on its share of the prompts. These runs are concurrent, so that
 each has its share of the CPU cores. Then all GPUs run all prompts in one `benchmarks.grpo_step`. The result is the time
-of the slowest separate run divided by the time of the common run. The slowest separate run counts, because the ranks of
-the common run wait for the slowest rank. Other options go to `benchmarks.grpo_step`.
+of the slowest separate run divided by the time of the joint run. The slowest separate run is used, because in the joint
+run all ranks wait for the slowest rank. Other options go to `benchmarks.grpo_step`.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Settings files: Hydra groups and experiments. The files have only differences from the defaults in rlcore.config."""
+"""Settings files: Hydra groups and experiments. They contain only what differs from the defaults in rlcore.config."""

@@ -2,8 +2,8 @@
 
 Each line of `train.jsonl` and `test.jsonl` has a `question`, `tests`, and optionally a `solution`. A test has one of
 two forms. An object such as `{"stdin": "3 4", "stdout": "7"}` gives the input and the expected output of the program. A
-text is Python code that runs after the program in the same process. Problems in the form of HumanEval have `prompt`,
-`test` and `entry_point` instead.
+test that is a text is Python code, which runs after the program in the same process. Problems in the form of HumanEval
+have `prompt`, `test` and `entry_point` instead.
 """
 
 import json
@@ -72,8 +72,8 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Return the share of tests that pass. All tests of a response share the time limit `sandbox.time_s`. The part
-    `compiles` of the score is 0 after a syntax error."""
+    """Score a response by the share of tests that its program passes. All tests of a response share the time limit
+    `sandbox.time_s`. The part `compiles` of the score is 0 after a syntax error."""
     if "entry_point" in ground_truth:
         program = _completed(str(ground_truth["prompt"]), response, str(ground_truth["entry_point"]))
         tests = [f"{ground_truth['test']}\ncheck({ground_truth['entry_point']})"]

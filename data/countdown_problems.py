@@ -104,8 +104,8 @@ def require_enough(settings: CountdownData, seed: int) -> dict[str, list[Problem
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the difficulty classes, which get equal shares of the rows. A class lists how many numbers its
-    problems have, for example (3, 4)."""
+    """Return the difficulty classes, which get equal shares of the rows. A class is a tuple of counts: problems of the
+    class (3, 4) have 3 or 4 numbers."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 

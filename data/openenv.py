@@ -1,4 +1,4 @@
-"""Episodes on an OpenEnv server. An episode is a session of the server, over a WebSocket.
+"""Episodes on an OpenEnv server. Each episode is a separate session with the server, over a WebSocket.
 
 millrace run data=openenv episode.server=http://127.0.0.1:8000 'data.options=["Game {game}. ..."]'
 """

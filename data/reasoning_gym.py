@@ -1,6 +1,6 @@
 """Tasks of the package reasoning_gym: any number of generated problems, each with a scorer.
 
-The ground truth of a row is the name of the task and the package's entry as JSON.
+The ground truth of a row contains the name of the task, and the problem's entry in the package's dataset as JSON.
 """
 
 import json

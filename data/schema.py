@@ -177,13 +177,13 @@ def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read each row with its place, such as `train.parquet: row 3`, for messages."""
+    """Yield each row after a text that locates the row in messages, such as `train.parquet: row 3`."""
     rows = (values for batch in read_batches(path, columns) for values in batch.to_pylist())
     yield from ((f"{path}: row {number}", values) for number, values in enumerate(rows))
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """Return a file's provenance document, or {} without a valid one. Raises DataError if the file cannot be read."""
+    """Return a file's provenance document, or {} if none is valid. Raises DataError if the file cannot be read."""
     raw = (open_parquet(path).metadata.metadata or {}).get(PROVENANCE_KEY)
     try:
         found = json.loads(raw) if raw else {}

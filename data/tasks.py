@@ -1,8 +1,8 @@
 """The dataset stage, and the tasks that read the user's rows. The stage publishes a dataset under a fingerprint.
 
 The folder of a mixture has no rows. Its manifest names the folders of the mixture's parts, which are built and filtered
-separately. A task is a module `data.<task>`, or one of three tasks in this module. These three read parquet files in
-the row schema, read columns of any dataset, or call the user's function.
+separately. Each task has a module `data.<task>`, except the three tasks in this module: `parquet` reads parquet files
+in the row schema, `mapped` reads columns of any dataset, and `custom` calls the user's function.
 """
 
 from collections import Counter

@@ -132,8 +132,8 @@ class PromptTokenizer:
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
-        """Return the text of each prompt. `where`: a function from the index of a prompt to the prefix of its error
-        message.
+        """Return the text of each prompt. `where`: a function that returns the prefix of error messages about the
+        prompt with a given index.
         """
         if not self.chat:
             return [self.render(prompt) for prompt in prompts]
@@ -430,7 +430,7 @@ def _last_piece(text: str) -> int:
 
 
 def _is_byte_level(description: dict[str, Any]) -> bool:
-    """Return whether a tokenizer is byte-level BPE without steps that depend on text across a space."""
+    """Return whether a tokenizer is byte-level BPE without steps that look at the text on both sides of a space."""
     plain_normalizer = description["normalizer"] is None or description["normalizer"]["type"] == "NFC"
     steps = description["pre_tokenizer"] or {}
     parts = steps.get("pretokenizers", [steps])

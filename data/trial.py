@@ -1,4 +1,4 @@
-"""Rows of a task before its dataset is built, to detect errors early.
+"""Functions that read some rows of a task before its dataset is built, to detect errors early.
 
 A user's build function runs in a process with a deadline: `python -m data.trial` reads settings and seed as JSON, and
 writes the first row that the function returns as JSON.

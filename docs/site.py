@@ -1,4 +1,4 @@
-"""Hooks of mkdocs (`make docs`) that add the repository's pages outside of docs/ and the files that pages link to."""
+"""Hooks of mkdocs (`make docs`) that add pages from outside of docs/, and the files that pages link to, to the site."""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -14,7 +14,7 @@ PAGES = {
     "CHANGELOG.md": "CHANGELOG.md",
     "metrics.md": "rlcore/tracking/metrics.md",
 }
-"""Page of the site -> file of the repository outside of docs/."""
+"""The pages of the site that come from outside of docs/, each with its file in the repository."""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
 
 

@@ -54,7 +54,7 @@ Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "repo
 GENERATED_NAME = re.compile(r"[a-z]+\d*-[a-z]+")
 """The names that Prefect generates for flow runs, such as `impressive-vulture` or, on its page, `xi4-setlik`."""
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
-"""The `millrace` commands that run an experiment up to a stage, by stage. For other stages, the command is `train`."""
+"""The `millrace` commands that run an experiment up to a given stage. The command for other stages is `train`."""
 
 
 CHECKED_SETTINGS: ContextVar[Any] = ContextVar("checked", default=None)

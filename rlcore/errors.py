@@ -38,7 +38,7 @@ class TrialError(ConfigError):
 
 
 class DataError(MillraceError, ValueError):
-    """A dataset file, column or row breaks the schema."""
+    """A dataset file, column or row violates the schema."""
 
     failure_kind = "data"
 

@@ -1,6 +1,7 @@
 """The stacks of all processes of a run in one text, for the diagnosis of a hang.
 
-A signal makes each process that called `register` write the stacks of its threads to a file, even inside C code."""
+A signal makes each process that called `register` write the stacks of its threads to a file. This works even while the
+process executes C code."""
 
 import faulthandler
 import os

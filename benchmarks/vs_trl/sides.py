@@ -29,7 +29,7 @@ def start(
     words: Sequence[str], *, threads: int, python: str | None = None, site: Path | None = None, **variables: str
 ) -> None:
     """Run Python with the arguments `words`. `threads`: the number of CPU threads of numerical libraries. `python`: the
-    interpreter. `site`: a folder that comes first on the module path. `variables`: more environment variables."""
+    interpreter. `site`: a folder that comes first on the module path. `variables`: additional environment variables."""
     path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **variables}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))

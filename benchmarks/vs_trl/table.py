@@ -1,6 +1,6 @@
 """The table of `benchmarks.vs_trl`: the measurements of each trainer, and our speed and peak memory relative to TRL's.
 
-The table also has the required values of these ratios.
+For each of these two ratios, the table also has the required value.
 """
 
 import statistics

@@ -100,9 +100,9 @@ def rollouts(
 
 
 def _require_step(folder: Path, query: "Query", given: str) -> None:
-    """Raise ConfigError if the steps of a query have no recorded response of its kind. The message lists other steps.
+    """Raise ConfigError if a query's steps have no recorded response of the query's kind.
 
-    If there are more than 8, the message lists the first three and the last.
+    The message lists the steps that have such responses, or the first three and the last if there are more than 8.
     """
     from rlcore.config.problems import Problem, settings_error
     from rlcore.responses.query import Query, find_responses

@@ -231,7 +231,7 @@ def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
 def reachable_urls(root: Path, *pages: str) -> list[str]:
     """Return `pages` with the address of the workspace's running MLflow server in place of the default local address.
 
-    If no server runs, the text of the last page also names the command that starts one.
+    If no server runs, the command that starts one is appended to the last address.
     """
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI

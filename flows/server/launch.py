@@ -2,9 +2,9 @@
 
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
-The launcher asks the kernel to send it SIGTERM when the parent's thread that started it ends. This request remains
-valid after the launcher has replaced itself with the command. A `preexec_fn` could make the same request, but it may
-deadlock if the parent has threads. The launcher delays the command by 20 ms.
+The launcher asks the kernel for a SIGTERM when the thread that started the launcher ends. This request remains valid
+after the launcher has replaced itself with the command. A `preexec_fn` could make the same request, but it may deadlock
+if the parent has threads. The launcher delays the command by 20 ms.
 """
 
 import ctypes

@@ -223,7 +223,8 @@ def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
 def shorten_known_errors(record: logging.LogRecord) -> bool:
     """Replace the traceback in a log record by the error's message if the error is a MillraceError.
 
-    A cancellation gets the level INFO. Return False to drop a Prefect record that repeats or contradicts another one.
+    A cancellation gets the level INFO. Return False to drop a Prefect record that repeats or contradicts another
+    record.
     """
     if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"

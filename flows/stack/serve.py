@@ -120,7 +120,7 @@ class SlotsLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to Prefect. Before a request that reads concurrency limits, update the limit `millrace-slots`.
-        Its size is the number of trainer slots, and its active slots are those that runs hold."""
+        The limit shows the number of trainer slots, and how many of them are in use."""
         path = scope.get("path", "")
         if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
             try:
@@ -145,7 +145,7 @@ class SlotsLimit:
 
 
 def main() -> None:
-    """Serve Prefect until SIGTERM. The server of one command has no web pages, but it records runs and events."""
+    """Serve Prefect until SIGTERM. A temporary server, started for a single command, has no web pages."""
     import uvicorn
     from prefect.server.api.server import create_app
 

@@ -156,7 +156,7 @@ def _start(
     """Start a service with a log file in the workspace.
 
     The service does not inherit the addresses of databases, which may contain passwords. Only the server that uses a
-    database gets its address, in `environment`.
+    database gets the database's address, in `environment`.
     """
     log = log_of(root, name)
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)

@@ -54,7 +54,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """The services of the stack under `root`. `mlflow_database` is the database's address without its password."""
+    """The services of the stack under `root`. `mlflow_database`: address of MLflow's database, without password."""
 
     format_version: Literal[2] = 2
     root: str = ""

@@ -202,7 +202,7 @@ class Train(Stage[Chunk]):
 
 
 def record_start(run: OpenRun) -> None:
-    """Record the command, Git commit, source changes and machine of the training's start in the run's folder.
+    """Record in the run's folder with which command, Git commit, source changes and machine the training starts.
 
     File errors are only logged.
     """

@@ -90,8 +90,8 @@ class SweepWorker:
     def run(self, *, whole: bool = True) -> str:
         """Train points until all have ended or the budget is used up. Return the last error or ''.
 
-        If `whole` is false, stop after one point. If no point is free, wait for other processes. Continue the points of
-        killed processes.
+        If `whole` is false, stop after one point. If no point is free, wait for other processes. Points that killed
+        processes left unfinished are continued.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():

@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The result of a sweep. `points` has the best first. `num_runs` and `num_steps` count only this call's work."""
+    """The result of a sweep. `points`: the best is first. `num_runs` and `num_steps` count only this call's work."""
 
     sweep_id: str
     folder: Path

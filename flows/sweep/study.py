@@ -1,4 +1,4 @@
-"""The Optuna study of a sweep. Each point of the sweep is a trial of the study.
+"""The Optuna study of a sweep. Each point of the sweep (a combination of settings) is a trial of the study.
 
 The study orders and prunes the points, and stores their scores and runs. It is stored as a journal in the sweep's
 folder, so that several processes can share it. A failed or interrupted trial is queued again.
@@ -169,7 +169,7 @@ class SweepStudy:
 
 
 class BudgetTracker:
-    """The runs, steps and hours that one call of a sweep has used. They are stored in the study for all processes."""
+    """The runs, steps and hours that one call of a sweep has used. All processes share them in the study."""
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
         self.call = call

@@ -1,4 +1,4 @@
-"""The writer of a run's MLflow page. The trainer itself sends the metrics from its journal to this page.
+"""The writer of a run's MLflow page, except for the metrics, which the trainer's tracking process sends.
 
 A thread writes the inputs at the start of the run. At the end of the run, it writes the results within a deadline. A
 failure is only logged. `recorded.json` in the run's folder records what MLflow already has. A repeated command

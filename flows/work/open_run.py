@@ -103,7 +103,7 @@ def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs 
 def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
     """Return a list with the patch from the run's recorded code to its current code, or [] if both are equal.
 
-    The functions of suites that were added or removed are ignored.
+    Custom functions that only one of the two versions uses, because suites were added or removed, are ignored.
     """
     now, then = code_for_run(config), read_code(layout.code)
     if then is None:
@@ -330,7 +330,7 @@ def has_untrained_steps(run_dir: Path) -> bool:
 
 @contextmanager
 def _record_early_end(run_dir: Path) -> Iterator[None]:
-    """Record an error or stop inside the block that the trainer cannot record.
+    """Record in the run's folder that an error or a stop has ended the block, if the trainer cannot record this.
 
     The trainer can record neither an end before its first attempt nor a stop after the last step.
     """

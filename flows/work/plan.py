@@ -96,7 +96,7 @@ def count_parameters(config: RunConfig) -> tuple[int, int] | None:
 def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
     """Return the plan of a run from the current state on disk.
 
-    If the run's model does not exist yet, `planning_config` names an existing model of equal shape and tokenizer.
+    If the run's model does not exist yet, `planning_config` names an existing model with the same shape and tokenizer.
     Raises DataError if the source files of the dataset are missing, and CheckpointError if the run cannot resume.
     """
     run = OpenRun(config, planning_config=planning_config)

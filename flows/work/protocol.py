@@ -20,8 +20,8 @@ def _drop_nan(seconds: float | None) -> float | None:
 class Progress:
     """The progress of a stage. A value is None if it is not known.
 
-    `to_step` is the last step of the current chunk (`trainer.steps_per_chunk`). `eta_s` and `sweep_eta_s` are the times
-    to the end of the stage and of the sweep. `tokens_per_s` is per device.
+    `to_step` is the last step of the current chunk (`trainer.steps_per_chunk`). `eta_s` and `sweep_eta_s` are the
+    remaining seconds of the stage and of the sweep. `tokens_per_s` is per device.
     """
 
     stage: str

@@ -66,7 +66,7 @@ def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """The checkpoint of a run as a model. `folder` is a transformers directory that may not exist yet."""
+    """A run's checkpoint, used as a model. `folder` is a transformers directory that may not exist yet."""
 
     config: RunConfig
     layout: RunLayout

@@ -211,7 +211,7 @@ def group_members(group_ids: Counts) -> tuple[Counts, Int[Tensor, "P"]]:
 
 
 def has_scored_peer(score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for each scored response whose group has another scored response, or no other response.
+    """Return True for each scored response that is alone in its group or whose group has another scored response.
 
     >>> has_scored_peer(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, False, True, True, True]

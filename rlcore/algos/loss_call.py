@@ -1,5 +1,5 @@
-"""Handle custom functions that are named in the settings: find them, read their options, check their results, and call
-them for trial before a model is loaded.
+"""Find custom functions that are named in the settings, read their options, check their results, and try the functions
+on small inputs before a model is loaded.
 
 `python -m rlcore.algos.loss_call` reads the algorithm's settings as JSON from standard input, and prints the error of a
 failed trial."""
@@ -48,8 +48,8 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return `function` with the `options` bound, and those entries of `given` that the signature declares or `always`
-    names. Raises ConfigError if an option is unknown, missing, or of a wrong type."""
+    """Return `function` with bound keyword arguments: the `options`, and each entry of `given` that the signature
+    declares or `always` names. Raises ConfigError if an option is unknown, missing, or of a wrong type."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 

@@ -243,8 +243,9 @@ def kl_estimate(policy_logprobs: Floats, ref_logprobs: Floats, *, estimator: KlE
         k3, low_var_kl   min(exp(-d) - 1 + d, 10)
 
     Source: Schulman 2020, "Approximating KL Divergence". The values of k1 and k3 are unbiased. In the reward, only k1
-    has the gradient of the divergence. In the loss, k2 has the gradient of the divergence, k3 that of KL(pi_ref || pi),
-    and k1 has 0 in expectation (Liu et al. 2025, arXiv:2510.01555). The gradient is 0 where d is NaN or clamped."""
+    gives the gradient of KL(pi || pi_ref). In the loss, k2 gives this gradient, and k3 gives the gradient of
+    KL(pi_ref || pi). The expected gradient of k1 in the loss is 0 (Liu et al. 2025, arXiv:2510.01555). The gradient is
+    0 where d is NaN or clamped."""
     difference = (policy_logprobs - ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match estimator:
         case "k1":

@@ -28,7 +28,7 @@ BALANCE_TOLERANCE = 1e-3
 
 def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
     """Split the indices of `lengths` into `num_parts` parts with nearly equal sums. Each part is in ascending order.
-    With `equal_counts`, each part has equally many indices. No part is empty if all lengths are positive. Raises
+    With `equal_counts`, all parts have the same number of indices. No part is empty if all lengths are positive. Raises
     ValueError if there are fewer indices than parts, or if equal counts are impossible.
 
     >>> partition([8, 7, 6, 5, 4], 2)

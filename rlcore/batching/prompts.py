@@ -39,8 +39,8 @@ class Demonstration:
     """A whole conversation as tokens. `is_target`: True for tokens to learn, including the end token of each response.
 
     `misdirected`: the same prompt with a response to another problem, or None. `rejected`: the rejected response of a
-    pair, or None. `reference`: the initial policy's log-probability of each target, for a pair those of the chosen
-    response first. The values are NaN until `SupervisedTrainer.fill_reference` computes them."""
+    pair, or None. `reference`: the initial policy's log-probability of each target. For a pair, the log-probabilities
+    of the chosen response come first. They are NaN until `SupervisedTrainer.fill_reference` computes them."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
@@ -114,7 +114,7 @@ def read_pairs(parquet: Path) -> list[Demonstration]:
 
 
 def _alternating_mask(lengths: list[int]) -> list[bool]:
-    """Return a mask of alternating runs of False and True with these lengths."""
+    """Return a mask of alternating segments of False and True with these lengths, False first."""
     return [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)]
 
 

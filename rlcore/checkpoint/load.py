@@ -231,7 +231,7 @@ def _state_tensor(
 
 
 def export_checkpoint(info: CheckpointInfo, config: RunConfig, initial_policy: str | Path, target: Path) -> Path:
-    """Export a checkpoint's weights on the CPU with `export_transformers`. Raises CheckpointError on damage."""
+    """Export a checkpoint's weights on the CPU with `export_transformers`. Raises CheckpointError if it is damaged."""
     verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:

@@ -31,7 +31,7 @@ SPARE_SHARE = 0.25  # host memory that must stay free next to a copy, as a share
 SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # by their folder in the checkpoint
 
 EachRank = Callable[..., list[Any]]
-"""A function that calls a method of `RankSaver` on every rank and returns the results. Raises the error of a rank."""
+"""A function that calls a method of `RankSaver` on every rank, and returns the results or raises a rank's error."""
 
 log = logging.getLogger(__name__)
 
@@ -145,8 +145,8 @@ class CheckpointSaver:
         return None if all(is_copied for _, is_copied in copies) else self.settle()
 
     def poll(self) -> int | None:
-        """Return the checkpoint's step if a save has completed since the last call, otherwise None. Raises errors as
-        `settle` does."""
+        """Return the checkpoint's step if a save has completed since the last call, otherwise None. Raises the
+        errors of `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> int | None:

@@ -209,7 +209,7 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """A parameter group: the names of its parameters and its numbers (learning rate, betas, ...)."""
+    """A parameter group: the names of its parameters and its numeric settings (learning rate, betas, ...)."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, Number | tuple[Number, ...]]

@@ -15,7 +15,7 @@ GROUP_ADVANTAGES: frozenset[str] = frozenset(
 )
 """The advantages that compare the responses to one prompt. They need two or more responses to each prompt."""
 UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
-"""The built-in advantages that can differ from 0 if all responses to a prompt have the same score."""
+"""The built-in advantages that can differ from 0 even if all responses to a prompt have the same score."""
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
 POLICY_LOSSES: Mapping[str, str] = {
     name: f"rlcore.algos.losses:{name}"
@@ -100,7 +100,7 @@ class ImportanceConfig(Section):
 
 
 class RejectionConfig(Section):
-    """The tokens or responses that an update skips because trainer and sampler differ too much."""
+    """The tokens or responses that an update skips because their trainer and sampler probabilities differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
     """The unit that is skipped: a token, or a response. A token is skipped if its divergence exceeds the limit `cap`. A
@@ -126,8 +126,8 @@ class TeacherConfig(Section):
     by_source: dict[str, str] = Field(default_factory=dict)
     """Other teachers for the prompts of some data sources, as in `{gsm8k: FOLDER}`."""
     top_k: int = Field(default=0, ge=0)
-    """The number of the teacher's likeliest tokens over which KL(teacher || policy) is computed and added to the loss.
-    If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead."""
+    """The number of the teacher's likeliest tokens from which KL(teacher || policy) is computed. This KL divergence is
+    added to the loss. If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead."""
     coef: float = Field(default=1.0, gt=0)
     """The weight of the teacher's advantage if `top_k` is 0, otherwise the weight of the divergence."""
     with_reward: bool = False
@@ -150,7 +150,7 @@ class TeacherConfig(Section):
 
 
 class ClipCovConfig(Section):
-    """Clip-Cov, which excludes from the policy loss tokens with a high covariance of log-probability and advantage."""
+    """Clip-Cov. Tokens with a high covariance of log-probability and advantage are excluded from the policy loss."""
 
     share: float = Field(default=0.0, ge=0, lt=1)
     """The largest share of a mini-batch's response tokens that are excluded. They are chosen at random from the tokens
@@ -217,7 +217,7 @@ def _is_known(field: str, known: tuple[str, ...]) -> Rule:
 
 
 class AlgoConfig(Section):
-    """The algorithm. `docs/algorithms.md` gives the equation and the function of each choice."""
+    """The algorithm. For each choice, `docs/algorithms.md` gives the equation and the Python function."""
 
     advantage: str = "grpo"
     """The advantage estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k,
@@ -258,8 +258,8 @@ class AlgoConfig(Section):
     importance: ImportanceConfig = ImportanceConfig()
     rejection: RejectionConfig = RejectionConfig()
     off_policy_mask: float | None = Field(default=None, gt=0)
-    """The largest fall of a response's mean log-probability since it was sampled, in nats per token. A response with a
-    larger fall and a negative advantage has no policy loss. Null: no limit."""
+    """The largest accepted decrease of a response's mean log-probability since the response was sampled, in nats per
+    token. A response with a larger decrease and a negative advantage has no policy loss. Null: no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """The share of a mini-batch's response tokens that have a policy loss. The tokens with the highest entropy are
     chosen.

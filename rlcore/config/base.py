@@ -181,8 +181,9 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A limit for the setting that declares it, such as `be at most` (`words`) the value of `others`. `others`: a key
-    or a sum of keys (`a + b`). If `words` is `divide`, `others` is a key or a product of keys (`a x b`).
+    """A limit for the setting that declares it. The setting must, for example, `be at most` (`words`) the value of
+    `others`, a key or a sum of keys (`a + b`). If `words` is `divide`, `others` is a key or a product of keys
+    (`a x b`).
 
     The limit is not checked if one of these settings is null or the setting in `only_with` is off. `remedy` can contain
     the placeholders `{bound}` (the value of `others`) and `{divisors}` (the largest divisors of this value).
@@ -277,9 +278,9 @@ class EffectiveWhen:
     value that is not in `unless`. If `values` and `unless` are empty, at least one of the other settings must be on
     (not null, false, 0 or `off`).
 
-    `by`, `values`, `unless` and `of` are words separated by spaces. `values` can also be a function of the value. `of`:
-    the values of the declaring setting that depend on the condition (default: all). `why` and `remedy` replace the
-    generated reason and remedy in the warning."""
+    `by`, `values`, `unless` and `of` are words separated by spaces. `values` can also be a function that checks the
+    value of a setting. `of`: the values of the declaring setting that depend on the condition (default: all). `why` and
+    `remedy` replace the generated reason and remedy in the warning."""
 
     by: str
     values: str | Callable[[Any], bool] = ""

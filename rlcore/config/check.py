@@ -241,7 +241,7 @@ def unknown_member_remedy(group: str, member: Any) -> str | None:
 
 
 def suites_in(settings: Mapping[str, Any]) -> list[Any]:
-    """Return the value of `validation.suites` in nested dictionaries, or an empty list if it is not a list."""
+    """Return the list `validation.suites` in nested dictionaries, or an empty list if the value is not a list."""
     section = settings.get("validation")
     named = section.get("suites") if isinstance(section, dict) else None
     return named if isinstance(named, list) else []

@@ -57,8 +57,8 @@ _LOCK = Lock()
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The result of `compose`: the settings without wrong values, the mistakes in them, and the sources of the
-    settings.
+    """The result of `compose`: the settings without wrong values, the mistakes that were found, and the sources of
+    the settings.
 
     `files`: the experiment's files, its own file last. `members`: the chosen option of each group. `override_keys`: the
     keys and groups that overrides set. `file_keys`: the keys that the last of `files` sets and no override sets."""

@@ -44,8 +44,8 @@ _SCORERS = {
         r"|numina_(?:aops_forum|synthetic_math|amc_aime|synthetic_amc|cn_k12|olympiads)"
     ),
 }
-"""The scorers from which `BY_ROW` chooses. A scorer's pattern matches the names of its data sources, which are the
-names in verl and TinyZero."""
+"""The scorers from which `BY_ROW` chooses. A scorer's pattern matches the names of its data sources, as verl and
+TinyZero name them."""
 
 
 RENDERING_NAMES = frozenset((
@@ -58,8 +58,7 @@ transformers' `apply_chat_template`."""
 
 
 def reserved(names: Iterable[str]) -> str:
-    """Return those of the given dataset or suite names that are not allowed, joined by commas: repeated names and
-    `ALL_SOURCES`."""
+    """Return the dataset or suite names that are not allowed (repeated names and `ALL_SOURCES`), joined by commas."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
 
@@ -119,7 +118,7 @@ class CountdownData(Conversation):
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Give each split equally many rows for each number of operations in the solution."""
+    """Give each split the same number of rows for each number of operations in the solution."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
@@ -248,8 +247,8 @@ class ReasoningGymData(Conversation):
 
 
 class VerifiersData(Conversation):
-    """Tasks with their rewards from a taskset of the package verifiers. A taskset that needs a harness, such as tools
-    or a container, is refused."""
+    """Tasks with their rewards from a taskset of the package verifiers. A taskset that needs a harness, tools or a
+    container is refused."""
 
     task: Literal["verifiers"] = "verifiers"
     """The task in `data/` that creates the rows."""

@@ -19,7 +19,7 @@ NOT_WRITTEN = {"run_id", "tags", "paths", "tracking"}
 
 
 def to_yaml(config: Section | dict[str, Any] | list[Any]) -> str:
-    """Return the settings of a run or section, or a part of them, as YAML for YAML 1.1 readers and OmegaConf."""
+    """Return the settings of a run or section, or a part of them, as YAML that YAML 1.1 parsers and OmegaConf read."""
     plain = config.model_dump(mode="json") if isinstance(config, Section) else config
     return yaml.safe_dump(plain, sort_keys=False, width=120, default_flow_style=False)
 

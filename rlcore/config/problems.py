@@ -39,7 +39,7 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
-    """The file that sets a value, by dotted key, and the file of a group's chosen option, by group."""
+    """The file that sets the value of each dotted key, and the file of the option that is chosen in each group."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """The values without the overrides, by dotted key."""
 

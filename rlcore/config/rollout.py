@@ -227,7 +227,7 @@ class SandboxConfig(Section):
     """The limits of programs in a model's responses (`data.code:score`) and tool calls (`data.code:run_python`)."""
 
     time_s: float = Field(default=3.0, gt=0, le=600)
-    """The time limit of a program with all its tests, in seconds of wall time. After it, the remaining tests fail."""
+    """The time limit for running a program on all its tests, in seconds of wall time. Tests that remain then fail."""
     memory_mb: int = Field(default=512, ge=64)
     """The largest address space of the program, in MB of 2**20 bytes. The program may have only one process."""
     file_mb: int = Field(default=16, ge=1)
@@ -311,9 +311,8 @@ class EvaluationConfig(Section):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """The confidence level of the metrics' confidence intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """The number of times the bootstrap resamples the problems, at least 1,000. The bootstrap gives the intervals of
-    differences, and of metrics whose value for a problem can differ from 0 and 1.
-    """
+    """The number of bootstrap resamples of the problems, at least 1,000. The bootstrap gives the confidence intervals
+    of differences, and of metrics that can have values other than 0 and 1 for a single problem."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",
              "must be at least 1,000, for the ends of an interval depend on the draws of fewer",

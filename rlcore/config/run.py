@@ -69,8 +69,8 @@ class AlarmConfig(Section):
     """The actions on abnormal metrics of a run, one for each alarm.
 
     `off` disables the alarm. `tell` writes an event to the journal, MLflow and Prefect. `skip` also skips the update of
-    the step. `stop` saves the step and ends the run with an error. A new run can continue from the best checkpoint with
-    other settings (`--fork RUN@best`)."""
+    the step. `stop` saves the state of the run and ends the run with an error. A new run can continue from the best
+    checkpoint with other settings (`--fork RUN@best`)."""
 
     non_finite: Literal["skip", "stop"] = "stop"
     """The action if a loss or gradient is not finite. The batch is always saved, and the update is never applied."""
@@ -81,7 +81,7 @@ class AlarmConfig(Section):
     """The limit of the gradient norm of one mini-batch. The norm is over all parameters."""
     entropy: StateAction = "tell"
     """The action if the entropy is below `entropy_below`. At such an entropy, nearly all responses to a prompt are
-    equal."""
+    identical."""
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
     """The lower limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
@@ -144,8 +144,8 @@ class ProfileConfig(Section):
 class DeadlineConfig(Section):
     """The time limits of the phases of a run, in seconds.
 
-    A phase that takes longer counts as hung: the stacks of all processes are written, the trainer is ended, and the
-    steps since the last checkpoint are repeated."""
+    A phase that takes longer counts as hung. The call stacks of all processes are written to a file, the trainer
+    process is ended, and the steps since the last checkpoint are repeated."""
 
     start_s: float = Field(default=1_800.0, gt=0)
     """The time limit for starting the workers: Ray, models and engines."""
@@ -154,7 +154,7 @@ class DeadlineConfig(Section):
     score_s: float = Field(default=3_600.0, gt=0)
     """The time limit for scoring all responses of one step. The limit for one response is reward.deadline_s."""
     forward_s: float = Field(default=3_600.0, gt=0)
-    """The time limit for one forward pass over the batch, which gives old or reference log-probabilities, or values."""
+    """The time limit for one forward pass over the batch that computes log-probabilities or values."""
     update_s: float = Field(default=3_600.0, gt=0)
     """The time limit for all updates of the policy in one step. The updates of the critic have the same limit."""
     hand_over_s: float = Field(default=900.0, gt=0)
@@ -202,19 +202,21 @@ class RuntimeConfig(Section):
     `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`, `optim.offload`,
     `model.gradient_checkpointing` and `model.offload_activations`."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """The peak speed of a device in the compute type, in 1e12 dense operations per second, for `perf/mfu`. Null: the
-    GPU's known speed for bfloat16. With null, `perf/mfu` is absent in another type, on a CPU or on an unknown GPU."""
+    """The peak speed of a device for `perf/mfu`, in 1e12 dense operations per second in the compute type. Null: the
+    known bfloat16 speed of the GPU. With null, `perf/mfu` is absent on a CPU, on an unknown GPU, and if the compute
+    type is not bfloat16."""
     profile: ProfileConfig = ProfileConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     stop_deadline_s: float = Field(default=60.0, gt=0)
-    """The largest number of seconds from a stop request to the end of a run. The current step must finish in half
+    """The largest number of seconds from a stop request to the end of a run. The current step must finish within half
     of this time. Otherwise the step is cancelled, the state before the step is saved, and the next start repeats the
     step."""
     max_chunk_retries: int = Field(default=2, ge=0)
     """The largest number of retries of a chunk (`trainer.steps_per_chunk`). A retry starts from the last checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """The priority in the queue for slots, which limit the ranks that train at a time (`millrace slots`). The highest
-    priority is served first. A run returns its slots at the end of a chunk if a run with a higher priority waits."""
+    """The priority in the queue for slots, which limit how many ranks train at the same time (`millrace slots`). The
+    highest priority is served first. A run returns its slots at the end of a chunk if a run with a higher priority
+    waits."""
     _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",

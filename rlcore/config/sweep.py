@@ -34,7 +34,7 @@ class Range(Section):
     high: int | float
     """The largest value."""
     log: bool = False
-    """Draw from a uniform distribution of the logarithm, as is usual for a learning rate."""
+    """Draw from a log-uniform distribution, as is usual for a learning rate."""
     step: int | float | None = Field(default=None, gt=0)
     """The distance between two neighboring values, counted from `low`. If null, any value may be drawn."""
 
@@ -101,7 +101,7 @@ class Budget(Section):
     runs: int | None = Field(default=None, ge=1)
     """The largest number of runs that one call of `millrace sweep` may start."""
     steps: int | None = Field(default=None, ge=1)
-    """The largest number of training steps, summed over all runs, that one call of `millrace sweep` may start."""
+    """The largest total number of training steps, over all runs, in one call of `millrace sweep`."""
     hours: float | None = Field(default=None, gt=0)
     """The number of hours since the start of the call after which no further run starts."""
 
@@ -199,7 +199,7 @@ def point_overrides(point: Point) -> list[str]:
 
 
 def format_point(point: Point) -> str:
-    """Return the overrides of a point as one line of text, or "the same settings" for a point without any."""
+    """Return the overrides of a point as one line of text, or "the same settings" if the point has none."""
     return " ".join(point_overrides(point)) or "the same settings"
 
 

@@ -199,8 +199,8 @@ class ValidationResult:
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics by name (see `rlcore/tracking/metrics.md`). `/ci_low` and `/ci_high` are the ends of an
-        interval. The first metric is the held-out reward, which the result of a suite does not have. If there are
-        several data sources, each source has its own metrics, and `val-core/all/...` covers all sources together."""
+        interval. The first metric is the held-out reward, except in the result of a suite. If there are several data
+        sources, each source has its own metrics, and `val-core/all/...` covers all sources together."""
         reward = self.intervals.get(self.reward_statistic) if not self.suite else None
         summary = {} if reward is None else {HELD_OUT_REWARD: reward.value}
         parts = [part.metrics() for part in self.by_source().values()]

@@ -77,9 +77,10 @@ class _Expand(torch.autograd.Function):
 
 
 def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return the indices Int[c] of the tokens that the model computes, and for each token its place Int[T] in that
-    array. Also return the indices Int[d] of the duplicate tokens, which are not computed, and their columns Int[d] in
-    `SharedPrompts.duplicates`. The place of a duplicate is that of the same token in the first response's sequence."""
+    """Return the indices Int[c] of the tokens that the model computes, and for each token its position Int[T] in that
+    array. A duplicate token has the position of the same token in the first response's sequence. Also return the
+    indices Int[d] of the duplicate tokens, which are not computed, and their columns Int[d] in
+    `SharedPrompts.duplicates`."""
     lengths, indices = np.diff(bounds), np.arange(len(shared))
     first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
     sequence = np.repeat(indices, lengths)
@@ -252,8 +253,8 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B L Hq D"], None]:
     """Compute the attention of one layer for transformers. `attention_mask` is used only without `packed_layout`. With
-    a layout, B is 1, and L and S are both the number of computed tokens. Raises ModelError if the model caps scores,
-    adds attention sinks or uses dropout."""
+    a layout, B is 1, and L and S are both the number of computed tokens. Raises ModelError if the model caps attention
+    scores, adds attention sinks or uses dropout."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(
             f"model.path: {type(module).__name__} caps attention scores or adds attention sinks, which the packed "

@@ -47,8 +47,8 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
-    """Load a float32 value model in training mode: a policy's decoder with a zero head. Raises ModelError in the same
-    cases as `load_policy`."""
+    """Load a float32 value model in training mode: a policy's decoder with a head initialized to 0. Raises ModelError
+    in the same cases as `load_policy`."""
     causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, causal.base_model)
     return _finish_loading(ValueModel(trunk, model, compute_dtype(model, device)), path, model)

@@ -3,8 +3,8 @@ alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023). Names, initialization and files
 
 W can be in 4 bits (NF4, Dettmers et al. 2023). Each weight is then one of 16 levels, multiplied by the scale of its
 block. The format and the dequantization kernel are those of bitsandbytes. The quantizer of bitsandbytes is not used,
-because it divides approximately on a GPU. Quantized weights, digests and exports are therefore the same on every
-device."""
+because its division is inexact on a GPU. Instead, Millrace has its own quantizer, so quantized weights, digests and
+exports are the same on every device."""
 
 import functools
 import hashlib

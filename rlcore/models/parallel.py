@@ -76,7 +76,7 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 def reset_after_failed_pass(model: PackedTrunk) -> None:
     """Reset FSDP2 on one rank after an error in a forward or backward pass, and drop the gradients. FSDP2 has no public
-    function for this. The private functions called here are those that end a backward pass."""
+    function for this. The private functions called here are those that FSDP2 calls at the end of a backward pass."""
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()

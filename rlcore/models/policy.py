@@ -141,9 +141,10 @@ class CausalPolicy(PackedTrunk):
     ) -> TokenLogprobs:
         """Return the log-probability, entropy and top-1 flag of each target, Float32[T], with 0 outside `loss_mask`.
 
-        For `shared`, see `build_layout`. Shared tokens must have no loss. For temperature 0 (greedy
-        decoding), 1 is used, as in the engines' log-probabilities. If `cu_seqlens` and `loss_mask` are on the host, the
-        call does not wait for the device. `candidates`: k other tokens per target that get log-probabilities."""
+        For `shared`, see `build_layout`. Shared tokens must have no loss. For temperature 0 (greedy decoding),
+        log-probabilities are computed at temperature 1, as in the engines. If `cu_seqlens` and `loss_mask` are on the
+        host, the call does not wait for the device. `candidates`: k other tokens per target that get
+        log-probabilities."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         found = token_logprobs_and_entropy(
             hidden,

@@ -61,7 +61,7 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Raise ModelError if a token of the policy (`tokens`) has another id in the model `path`, or no embedding. The
+    """Raise ModelError if a token of the policy (`tokens`) has a different id or no embedding in the model `path`. The
     message names the setting `key`. Only local files are read."""
     require_embeddings(key, path, tokens)
     own = vocabulary_of(path)

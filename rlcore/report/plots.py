@@ -180,7 +180,7 @@ class Chart:
 
 
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
-    """Draw charts into `folder`. If a chart has no data or only zeros, the gallery has only the chart's title."""
+    """Draw charts into `folder`. If a chart has no data or only zeros, the gallery contains only the chart's title."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

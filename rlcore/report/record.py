@@ -107,8 +107,8 @@ class RunRecord:
 
     @property
     def workers(self) -> Mapping[str, Any]:
-        """Return the facts about the ranks at their newest start, such as their number, device and model size. Return
-        an empty mapping if the journal has no event about a start."""
+        """Return what the journal records about the ranks at their latest start, such as their number, device and model
+        size. Return an empty mapping if the journal records no start."""
         return next((event.data for event in reversed(self.events) if event.name == WORKERS), {})
 
     @cached_property

@@ -92,8 +92,8 @@ to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The sorted responses that match a search. `light`: the columns in `LIGHT`, `change`, and each response's file, as
-    an index in `parts`, and row in this file."""
+    """The sorted responses that match a search. `light`: a row for each response, with the columns in `LIGHT`, the
+    column `change`, the index of the response's file in `parts`, and the row in this file."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -204,8 +204,9 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the columns in `LIGHT` of all responses, the column `change`, and each response's file and row in it.
-    `parts`: the path of each file, with its modification time in nanoseconds and its size as further cache keys."""
+    """Return a row for each response, with the columns in `LIGHT`, the column `change`, the index of the response's
+    file in `parts`, and the row in this file. `parts`: the path of each file, with its modification time in nanoseconds
+    and its size as further cache keys."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):

@@ -2,10 +2,10 @@
 step and continued in the next step (`rollout.finish_share`).
 
 A group is all responses to one prompt, and is as long as its longest response. A step trains on P =
-`trainer.batch_size` groups: the K groups carried from the previous step, and the P - K shortest new groups. Its tokens
-are therefore at most one policy version old. The other new groups are carried to the next step. Let L be the length of
-the longest of the P - K groups. The responses carried to the next step are cut to L tokens, even if an engine has
-generated more. The cut therefore depends neither on time nor on the number of ranks."""
+`trainer.batch_size` groups: the K groups carried from the previous step, and the P - K shortest new groups. The tokens
+of this batch are therefore at most one policy version old. The other new groups are carried to the next step. Let L be
+the length of the longest of the P - K groups. The responses carried to the next step are cut to L tokens, even if an
+engine has generated more. The cut therefore depends neither on time nor on the number of ranks."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -107,11 +107,10 @@ ROUND_TOKENS = 16  # number of tokens per response between two exchanges of leng
 
 class TailCut:
     """The length limit that ends the longest groups of a step early. Each rank has one such object. A group is all
-    responses to one prompt, and is as long as its longest response. L is the `wanted`-th smallest length of a group.
-    During generation, the finished groups of all ranks give an upper bound of L, at which unfinished responses end.
-    Afterwards `GroupsInProgress` cuts longer groups to exactly L, so the cut depends only on seeds and weights.
-    `groups`: the group of each request of this rank, or -1 for no cut. `longest`: the maximum length of a response.
-    """
+    responses to one prompt, and is as long as its longest response. L is the `wanted`-th smallest group length. During
+    generation, the finished groups of all ranks give an upper bound of L, at which unfinished responses end. Afterwards
+    `GroupsInProgress` cuts longer groups to exactly L, so the cut depends only on seeds and weights. `groups`: the
+    group of each request of this rank, or -1 for no cut. `longest`: the maximum length of a response."""
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
         self._sizes = Counter(groups)

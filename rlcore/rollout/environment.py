@@ -241,7 +241,8 @@ class TurnTokens:
 
     def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
         """Return the truncated first message, the prompt without the start of the model's turn, and the ids that follow
-        the shortened prompt. Raises ConfigError if the prompt does not end with the template's start of a turn."""
+        the shortened prompt. Raises ConfigError if the prompt does not end with the tokens that begin a turn of the
+        model."""
         message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)

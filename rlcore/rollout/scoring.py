@@ -147,8 +147,8 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """Processes that score responses. `scorer`: the `Scorer`, in the form `module:function`. If `num_processes` is 0,
-    the calling process scores without a deadline. `section`: the section of the settings that messages name, such as
-    `reward`. `num_logged`: the maximum number of logged errors, and of logged timeouts. Raises ConfigError if the
+    the calling process scores without a deadline. `section`: the settings section that is named in error messages, such
+    as `reward`. `num_logged`: the maximum number of logged errors, and of logged timeouts. Raises ConfigError if the
     scorer does not exist."""
 
     def __init__(

@@ -205,7 +205,7 @@ class InitialPolicy:
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "InitialPolicy":
-        """Return the initial policy in a folder. The folder's manifest, if there is one, has the metrics."""
+        """Return the initial policy in a folder. The metrics are read from `manifest` if it is given."""
         values = {} if manifest is None else manifest.values
         names = [name.partition("/")[2] for name in METRICS]
         found = {name: float(values[name]) for name in names if isinstance(values.get(name), int | float)}
@@ -239,7 +239,7 @@ def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
 
 
 def remove_checkpoints(stage: RunLayout) -> None:
-    """Remove a warm start's checkpoints and stored DPO reference, but keep its journal."""
+    """Remove a warm start's checkpoints and stored reference log-probabilities, but keep its journal."""
     for folder in _temporary_folders(stage):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -249,7 +249,7 @@ def _temporary_folders(stage: RunLayout) -> tuple[Path, ...]:
 
 
 def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
-    """Return the layout of the warm start's folder. Runs with the same settings share this folder."""
+    """Return the layout of the warm start's folder. Runs with the same initial policy share this folder."""
     root = Path(config.paths.root).resolve()
     name = planned_initial_policy(config, filtered_directory).name
     return RunLayout(root, root / "warm-starts" / f"warm-start-{name}")

@@ -1,6 +1,6 @@
 """The pass rates of the initial policy on the training rows. Runs can select training rows by pass rate.
 
-    pass-rates/<fingerprint>/pass_rates.parquet      a line for each training row, in the order of the filtered rows
+    pass-rates/<fingerprint>/pass_rates.parquet      a row for each training row, in the order of the filtered rows
     pass-rates/measuring-<fingerprint>/              the parts of the table during its measurement
 
 The fingerprint covers the initial policy, the filtered rows, the sampling, and the scorer with its code and settings.
@@ -64,7 +64,7 @@ STAGE = "pass-rates"  # the name of the stage in events
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
-    """Return the folder of the run's pass-rate table, which is named by a fingerprint."""
+    """Return the folder of the run's pass-rate table. The folder's name is a fingerprint."""
     payload: dict[str, object] = {
         "format": PASS_RATES_FORMAT,
         "seed": config.seed,

@@ -100,8 +100,8 @@ class Problems(HeldOutProblems):
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows of a run. Raises DataError if a suite and a data source have the same name, or if a
-        teacher's data source has no training rows. It is also raised if a weight of the mixture is too small."""
+        """Read the filtered rows of a run. Raises DataError if a suite and a data source have the same name, if a
+        teacher's data source has no training rows, or if a weight of the mixture is too small."""
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
         if clash := [suite.name for suite in config.validation.suites if suite.name in own]:

@@ -151,7 +151,7 @@ class RunWorkers(TrainingWorkers):
 
 
 class RunTraining(Training):
-    """The reinforcement learning of a run, which is evaluated on held-out problems."""
+    """The reinforcement learning of a run, with evaluations on held-out problems."""
 
     workers: RunWorkers
 

@@ -106,9 +106,9 @@ def add_reference(
     report: Callable[[Mapping[str, object]], None],
 ) -> None:
     """Set the reference log-probabilities of `pairs`. The first call computes them and stores them in `folder`, and
-    later calls read them. In the first call, the workers must hold the model before its first training step.
-    `batches`: the pairs of each training step in the first epoch, and the held-out pairs. Training uses the same
-    batches and so rounds in the same way, and all reward margins of the first step are exactly 0."""
+    later calls read them. In the first call, the workers must hold the model before its first training step. `batches`:
+    the pairs of each training step in the first epoch, and the held-out pairs. Training uses the same batches. Rounding
+    errors are therefore the same, and all reward margins of the first step are exactly 0."""
     if read_finished_or_set_aside(folder) is None:
         report({"event": "note", "text": f"computes the reference log-probabilities of {len(pairs):,} pairs"})
         for batch in reversed(batches):  # the last step of the epoch repeats pairs of its first steps

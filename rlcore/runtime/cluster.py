@@ -31,7 +31,7 @@ SENT_BYTES_PER_TOKEN = 100  # bytes that a step sends per token, for the referen
 
 def private_folder() -> Path:
     """Return the folder of this user's Ray clusters and authentication token. Its path is short, because Ray's sockets
-    are in it and the paths of sockets are limited."""
+    are in this folder and the length of a socket's path is limited."""
     return Path(tempfile.gettempdir()) / f"ray-{os.geteuid()}"
 
 
@@ -115,7 +115,7 @@ def loopback_environment() -> Mapping[str, str]:
 def restrict_ray(ray_address: str | None) -> None:
     """Make Ray in this process listen only on loopback and require this user's token. Do nothing if `ray_address` names
     another cluster than the one that `millrace up --ray` has started. Raises ConfigError if Ray cannot use its folder,
-    or if Ray was imported before with another environment."""
+    or if Ray was imported earlier with other environment variables."""
     if ray_address is not None and address_of(ray_address) != own_head():
         return
     wanted = loopback_environment()

@@ -66,7 +66,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The GPUs and the build of torch. `cuda`: the version or ''. `architectures`: the supported GPU architectures."""
+    """The GPUs and the build of torch. `cuda`: the CUDA version of this build, or '' for a build without CUDA.
+    `architectures`: the GPU architectures that this build supports."""
 
     torch: str
     cuda: str

@@ -22,7 +22,8 @@ CHECKPOINT_SLACK_SHARE = 0.01
 NO_FILES = "that file system can hold no further file, whatever its free bytes: its inodes are used up (df -i)"
 NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
-"""Texts in errors of libraries in Rust and C++ (safetensors, torch) about a full disk. These errors have no errno."""
+"""Substrings of the messages with which Rust and C++ libraries (safetensors, torch) report a full disk. These errors
+have no errno."""
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 PAUSED, RESUMED = "paused_for_disk", "disk_room"  # the events at the start and the end of a wait for disk space
@@ -162,7 +163,8 @@ class RoomReport:
 
 
 def check_room(path: Path, needed_bytes: int, reserve_bytes: int = 0) -> RoomReport:
-    """Measure the free space at a path. Quotas are not measured. An exhausted quota appears as a failed write."""
+    """Measure the free space at a path. Quotas are not measured, so an exhausted quota is noticed only when a write
+    fails."""
     return RoomReport(path, needed_bytes, reserve_bytes, free_bytes(path), free_files(path))
 
 

@@ -41,7 +41,7 @@ class FileLock:
 
     def try_acquire(self, *, create: bool = True) -> bool:
         """Acquire the lock without waiting. Return False if another open file holds the lock. Raises OSError if the
-        file cannot be opened or its file system has no locks."""
+        file cannot be opened or its file system does not support locks."""
         assert self._descriptor is None, f"{self.path} is locked by this object already"
         descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
         try:
@@ -101,8 +101,8 @@ os.register_at_fork(after_in_child=_drop_inherited)  # a copy would keep the loc
 def start_time_of(process: psutil.Process) -> float:
     """Return a number that distinguishes a process from a later process with the same id.
 
-    On Linux, the number is the seconds from the boot to the start of the process, plus a number that distinguishes
-    boots (from the boot's id). On other systems, the number is the start time in seconds since 1970."""
+    On Linux, the number is the seconds from the boot to the start of the process, plus a number derived from the boot
+    id, which differs between boots. On other systems, the number is the start time in seconds since 1970."""
     try:
         boot = int(BOOT_ID.read_text()[:8], 16)
         ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -201,7 +201,7 @@ class HeldLock(FileLock):
         """Acquire the lock. If it is not free, wait at most `wait_s` seconds, or `POLL_S` if that is longer.
         `POLL_S` is the minimum because `holder_of` in another process takes the lock for a moment.
 
-        Raises `error` if another process still holds the lock, or if the file system has no locks. Raises
+        Raises `error` if another process still holds the lock, or if the file system does not support locks. Raises
         UnwritableError if the folder cannot be written, and DiskSpaceError if the disk has no room for an empty
         file."""
         try:

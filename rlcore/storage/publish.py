@@ -89,8 +89,8 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Lock the temporary folder. If the file system has no locks, do nothing. Other processes then recognize the owner
-    only by the process id in the folder's name."""
+    """Lock the temporary folder. If the file system does not support locks, do nothing. Other processes then recognize
+    the owner only by the process id in the folder's name."""
     try:
         while not owner.try_acquire():  # another process checks whether it is stale
             time.sleep(CHECK_INTERVAL_S)
@@ -267,7 +267,8 @@ def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Pa
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a temporary path can be removed: it is unlocked, and it is old or its process has ended."""
+    """Return whether a temporary path can be removed: it is unlocked, and it is old or the process that created it has
+    ended."""
     match = TEMPORARY.match(path.name)
     if match is None:
         return False

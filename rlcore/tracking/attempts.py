@@ -68,8 +68,8 @@ class Attempt:
     destination: Destination
 
     def is_lost(self) -> bool:
-        """Return whether the attempt's trainer process has ended. Return False for a process on another host, where
-        this is unknown."""
+        """Return whether the attempt's trainer process has ended. Return False if the process is on another host,
+        because its state cannot be checked."""
         return self.owner.host == socket.gethostname() and self.owner.process() is None
 
 

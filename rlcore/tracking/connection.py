@@ -1,5 +1,5 @@
-"""The connection to an MLflow store, MLflow's names of metrics, explanations of its errors, and its server
-application."""
+"""The connection to an MLflow store, metric names in MLflow, explanations of MLflow's errors, and the application of
+MLflow's server."""
 
 import logging
 import os

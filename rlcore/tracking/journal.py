@@ -77,7 +77,7 @@ class Journal(LineFile):
         self.append(line | {"nonfinite": nonfinite} if nonfinite else line)
 
     def append_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Append an event. Data without a JSON form is written as text."""
+        """Append an event. Data that JSON cannot represent is written as text."""
         self.append({"event": name, "step": int(step), "time": _now(), "data": _json_safe(data)})
 
 

@@ -1,5 +1,5 @@
-"""The origin of a run (`run.json`), its tags in MLflow, and the load of its machine. The origin is written when the run
-is opened, and completed by the stages before training."""
+"""The origin of a run (`run.json`), its tags in MLflow, and the system load of its machine. The origin is written when
+the run is opened, and completed by the stages before training."""
 
 import getpass
 import importlib

@@ -34,7 +34,7 @@ MAX_PARAM_CHARACTERS = 6_000
 MAX_TAG_CHARACTERS = 8_000
 MAX_RUNS = 1_000  # limit of a search
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
-"""The tag of an experiment, and its value. They make MLflow show runs, charts and models instead of traces."""
+"""The name and the value of an experiment tag that makes MLflow show runs, charts and models instead of traces."""
 PARENT_TAG = "mlflow.parentRunId"  # for nested runs
 NOTE_TAG = "mlflow.note.content"  # description of a run
 TABLES_TAG = "mlflow.loggedArtifacts"  # tables of a run
@@ -250,6 +250,6 @@ def milliseconds(time_s: float) -> int:
 
 
 def _truncate(value: str, limit: int) -> str:
-    """Truncate a long value and mark it as truncated. MLflow itself would not mark the value."""
+    """Truncate a long value and mark it as truncated. MLflow itself would truncate it without a mark."""
     mark = f" ... [cut: {len(value)} characters]"
     return value if len(value) <= limit else value[: limit - len(mark)] + mark

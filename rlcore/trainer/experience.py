@@ -126,8 +126,8 @@ class ResponseSampler:
         clock: PhaseClock,
     ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
         """Generate until enough groups for a batch are finished, then cut the other responses. Return the scored
-        responses to train on, the responses that the next step continues, and the length in tokens to which the latter
-        were cut."""
+        responses to train on, the responses that the next step continues, and the length in tokens to which the
+        continued responses were cut."""
         config = self.config
         groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
         scorer = self._new_scorer()

@@ -1,5 +1,5 @@
-"""The metrics and alarms of a training step, and the file that stores a batch with NaN or infinite values. The metrics
-have names that are usual in the field (defined in rlcore/tracking/metrics.md)."""
+"""The metrics and alarms of a training step, and the file that stores a batch with NaN or infinite values. Names and
+definitions of the metrics are in rlcore/tracking/metrics.md."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace

@@ -203,9 +203,9 @@ class Trainer(GroupTrainer):
         *more: bool,
         of_sequence: Sequence[int] = (),
     ) -> Float[Tensor, "T ..."]:
-        """Call `verb` on each rank with its sequences, and return the values in batch order. `more`: further arguments
-        of `verb` on all ranks. `of_sequence`: one value for each sequence, such as the index of its teacher. If
-        `of_sequence` is not empty, each rank gets the values of its sequences instead of `more`."""
+        """Call `verb` on each rank with the rank's sequences, and return the values in batch order. `more`: further
+        arguments of `verb` on all ranks. `of_sequence`: one value for each sequence, such as the index of its teacher.
+        If `of_sequence` is not empty, each rank gets the values of its sequences instead of `more`."""
         with clock.phase(phase):
             own = [([of_sequence[i] for i in mine],) if of_sequence else more for mine in shares.sequences]
             arguments = [

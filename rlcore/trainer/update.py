@@ -52,8 +52,8 @@ Parts: TypeAlias = tuple[Float[Tensor, "N K"], Float[Tensor, "K"]]
 
 @dataclass(frozen=True, slots=True)
 class ForwardResults:
-    """The results for each token of the forward passes before an update. A result is None if the algorithm does not
-    need it."""
+    """The per-token results of the forward passes before an update. A result is None if the algorithm does not need
+    it."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None

@@ -148,8 +148,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def _non_finite_groups(self, batch: TrainBatch, objective: Callable[..., tuple[Any, ...]]) -> list[int]:
-        """Return the numbers, within the step, of the prompts that have a response with a non-finite loss on any
-        rank."""
+        """Return the `group_ids` of the prompts that have a response with a non-finite loss on any rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             if not torch.isfinite(objective(to_device(batch, [index], self._device))[0]):

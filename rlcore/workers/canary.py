@@ -24,11 +24,11 @@ _RESPONSES_PER_PROMPT = 4
 _RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""The largest accepted difference at the first sync, for each number type. For comparison, random weights give a
-difference of 1 to 10."""
+"""The largest accepted difference at the first sync, for each dtype. For comparison, random weights give a difference
+of 1 to 10."""
 NOISE_FACTOR = 4.0  # factor by which a later difference may exceed the difference of the first sync
 MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""The smallest bound at later syncs, for each number type. It leaves room for rounding differences, which can grow in
+"""The smallest bound at later syncs, for each dtype. It leaves room for rounding differences, which can grow in
 training."""
 
 

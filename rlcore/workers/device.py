@@ -1,6 +1,7 @@
 """The device of a rank, its peak memory, the process group of the ranks, and the configuration of memory allocators. By
-default, glibc returns large freed blocks to the system. Mapping and clearing such blocks again took a fifth of a small
-model's step. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths fragment them."""
+default, glibc returns large freed blocks to the system. Mapping and clearing such blocks again took a fifth of the step
+time of a small model. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths fragment
+them."""
 
 import ctypes
 import os
@@ -80,7 +81,7 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
 
 MALLOC_THRESHOLD_BYTES = 1 << 30
 """The value of two thresholds of glibc, in bytes. glibc returns free memory at the end of the heap to the system only
-if there is more than this. It maps an allocation larger than this separately from the heap."""
+if this memory is larger than the value. An allocation larger than the value is mapped separately from the heap."""
 
 _TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h

@@ -36,8 +36,8 @@ SHORT_PASS_TOKENS = 8_192
 the cache. For example, a 7B model in 24 GB took 17.9 s for 512 responses with this limit, but 77 s with passes of
 32,768 tokens."""
 FREE_SHARE = 0.08
-"""The share of the device's memory that automatic settings leave free for plan errors and for fragmentation. The
-fragmentation took 7 to 9% on an H200."""
+"""The share of the device's memory that automatic settings leave free for inaccuracies of the plan and for
+fragmentation. Fragmentation took 7 to 9% on an H200."""
 GB = 1e9
 
 S = TypeVar("S", bound=Section)
@@ -325,8 +325,8 @@ def detect_device(config: RunConfig) -> Device:
 
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses the engine's memory
-    share, the engine's largest pass, the engine's sleep level, the token budget, offloading and recomputation.
+    """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses the token budget,
+    offloading, recomputation, and three settings of the engine: memory share, maximum tokens per pass and sleep level.
     Otherwise, or for a device of unknown size, the settings stay unchanged."""
     if config.runtime.fit_memory != "auto" or device.total_bytes is None:
         return config, plan_memory(config, shape, device)

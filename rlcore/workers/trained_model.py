@@ -53,9 +53,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Batch]):
-    """Some sequences of a batch on the host and on the device. Bounds and masks are read from `host`, since a read from
-    the device would block. Models get these bounds and masks as numpy arrays, since FSDP would move tensors to the
-    device."""
+    """Some sequences of a batch on the host and on the device. Sequence bounds and masks are read from `host`, since a
+    read from the device would block. Models get these bounds and masks as numpy arrays, since FSDP would move tensors
+    to the device."""
 
     host: Batch
     device: Batch
@@ -101,8 +101,8 @@ class MicroBatchRunner:
     budget gives, multiplied by `factor`. On a single rank, the factor doubles when memory runs out, and halves after
     many successful passes. Several ranks raise an error instead, since they wait for each other in collectives. Only
     `Worker.split_micro_batches` changes their factor. `recover`: a function that resets the model after a failed pass.
-    `shape`: the model's shape, with which the computing cost is balanced over ranks. If it is None, tokens are
-    balanced."""
+    `shape`: the model's shape. It gives the computing cost, which is balanced over ranks. If `shape` is None, the
+    number of tokens is balanced."""
 
     def __init__(
         self,
@@ -157,7 +157,8 @@ class MicroBatchRunner:
     def token_values(
         self, compute: TokenFunction, batch: PackedBatch, num_micro: int, device: torch.device
     ) -> Float[Tensor, "T ..."]:
-        """Return the values of all tokens in batch order, on the CPU. `compute` returns those of one micro-batch."""
+        """Return the values of all tokens in batch order, on the CPU. `compute` returns the values of one
+        micro-batch."""
 
         def work(parts: Parts) -> Tensor:
             values = [compute(to_device(batch, part, device)) for part in parts]
@@ -230,7 +231,8 @@ def run_mini_batches(
 
 class TrainedModel(Generic[Model]):
     """A model with its optimizer and a `MicroBatchRunner` for each kind of pass. The master weights are float32, and
-    are sharded if there is a mesh. `passes`: how log and error messages name the update pass and the forward pass."""
+    are sharded if there is a mesh. `passes`: the names of the update pass and the forward pass in log and error
+    messages."""
 
     def __init__(
         self,
@@ -271,7 +273,7 @@ class TrainedModel(Generic[Model]):
     ) -> ModelUpdate[S]:
         """Take one optimizer step, unless the gradient norm is above `max_norm`. Raises NonFiniteError without a step
         if the norm or a statistic is not finite on some rank. The error's message begins with the result of `loss` and
-        ends with that of `why`."""
+        ends with the result of `why`."""
         packed = batch.packed if isinstance(batch, TrainBatch) else batch
         statistics, logprobs = self.update_pass.run(
             lambda parts: self._accumulate(batch, packed, parts, objective), packed, num_micro

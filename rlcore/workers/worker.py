@@ -207,8 +207,8 @@ class Worker:
     def old_logprobs(
         self, batch: PackedBatch, num_micro: int, with_entropy: bool = False
     ) -> Float[Tensor, "T"] | Float[Tensor, "T 2"]:
-        """Return the log-probability of each response token under the current policy, optionally with the policy's
-        entropy there."""
+        """Return the log-probability of each response token under the current policy. With `with_entropy`, a second
+        column has the policy's entropy at each response token."""
         self._sleep_engine()
         return self.actor.logprobs(batch, num_micro, with_entropy=with_entropy)
 

@@ -181,8 +181,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             request.max_tokens = min(request.max_tokens, max(limit, written + 1))
 
     def _admits_waiting(self) -> bool:
-        """Return whether requests are waiting and at least half of the slots are free. Requests start together, because
-        a step that processes a prompt takes several times longer than other steps."""
+        """Return whether requests are waiting and at most half of the maximum number of requests are running. Waiting
+        requests start together, because a step that processes a prompt takes several times longer than other steps."""
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 

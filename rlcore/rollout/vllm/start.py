@@ -1,4 +1,4 @@
-"""The start of vLLM in a training process, without logs and network."""
+"""The start of vLLM in a training process, without log output or network access."""
 
 import importlib.metadata
 import os
@@ -20,7 +20,7 @@ from rlcore.rollout.vllm.short_steps import shortened_scheduler
 
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 _MEMORY_FREED_MESSAGE = "error in memory profiling"
-"""A text in vLLM's error if another process frees GPU memory during vLLM's measurement."""
+"""A part of vLLM's error message if another process frees GPU memory while vLLM measures the memory."""
 _MEMORY_TAKEN_MESSAGE = "Memory usage increased after sleeping"
 _MAX_GRAPH_BATCH = 512  # batch size of the largest CUDA graph that vLLM captures by default
 _UNSPLIT_TOKENS = 2_048

@@ -28,9 +28,10 @@ def load_weights(
     expected: frozenset[str],
     places: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Copy all weights into vLLM's model, in its number type. Raises EngineError if a tensor is unknown or was not
-    sent. If `places` is given, each tensor is copied to its address in `places`. An earlier sync has recorded these
-    addresses, which CUDA graphs use. On a CPU, each layer and a tied head are packed again for the kernels."""
+    """Copy all weights into vLLM's model, converted to the dtype of that model. Raises EngineError if a tensor is
+    unknown or was not sent. If `places` is given, each tensor is copied to its address in `places`. An earlier sync has
+    recorded these addresses, which CUDA graphs use. On a CPU, each layer and a tied head are packed again for the
+    kernels."""
     whole = require_all_weights(weights, expected)
     with torch.no_grad():
         if places is not None:
@@ -68,7 +69,7 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 class _SentTensor:
     """A tensor sent to vLLM. `path`: the name of the module in vLLM. `kind`: `weight` or `bias`. `rows_from_end`: the
     number of rows from the tensor's first row to the end of vLLM's fused matrix, or None if the tensor starts at row 0.
-    `shape`, `digest`: the shape and the digest of this rank's shard in vLLM's number type."""
+    `shape`, `digest`: the shape and the digest of this rank's shard in vLLM's dtype."""
 
     name: str
     path: str
