@@ -1,6 +1,7 @@
 r"""Readers for mathematical statements: numbers, words, digits in a base, lists and expressions.
 
-A text has a `problem` if math-verify would ignore a part of the text, such as `\approx`, primes, bases or units."""
+A text has a `problem` if math-verify would ignore a part of the text, such as `\approx`, a prime mark, the base of
+a number, or a unit."""
 
 import re
 from typing import NamedTuple

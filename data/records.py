@@ -64,8 +64,8 @@ class Record:
         return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
 
     def find(self, column: str) -> tuple[Any, str]:
-        """Return a column's value and ''. If the column is missing, return None and a text for the error, such as a
-        list of the columns."""
+        """Return a column's value and ''. If the column is missing, return None and a hint for the error message,
+        such as a list of the columns."""
         if column in self.values:
             return self.values[column], ""
         found: Any = self.values

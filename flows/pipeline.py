@@ -307,7 +307,7 @@ def validate(
     checkpoint: str = "last",
     root: Root = None,
 ) -> list[ValidationSummary]:
-    """Evaluate the model before training, and one checkpoint of the run.
+    """Evaluate two models: the initial model, as it is before training, and one checkpoint of the run.
 
     Args:
         experiment: A name in conf/experiment, or the path of a file on the worker's machine.

@@ -282,7 +282,7 @@ def sweep_child(
 
     Args:
         spec: The name or file of the sweep. The worker must be able to read the file.
-        call: The id of the call of the sweep. The point uses the budget of this call.
+        call: The id of the `millrace sweep` command or of the flow run whose budget the point uses.
         overrides: The settings that the sweep sets for all points.
         mlflow_parent: The MLflow run of the sweep, which is the parent of the point's runs.
         root: The folder of datasets, models, runs and the MLflow store. The default is the worker's workspace.

@@ -53,9 +53,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Batch]):
-    """Some sequences of a batch on the host and on the device. Sequence bounds and masks are read from `host`, since a
-    read from the device would block. Models get these bounds and masks as numpy arrays, since FSDP would move tensors
-    to the device."""
+    """Some sequences of a batch, with one copy on the host and one on the device. Sequence bounds and masks are read
+    from `host`, since a read from the device would block. Models get these bounds and masks as numpy arrays, since FSDP
+    would move tensors to the device."""
 
     host: Batch
     device: Batch
