@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE, fingerprint, settings_fingerprint
 from rlcore.config.problems import mask_secrets
-from rlcore.errors import is_stop
+from rlcore.errors import RunInUseError, is_stop
 from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.run.pass_rates import TABLE, planned_pass_rates
 from rlcore.runtime.interpreter import run_versions
@@ -32,7 +33,7 @@ from rlcore.storage.manifest import part_directories
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.attempts import FinalStatus, read_attempts
 from rlcore.tracking.connection import explain_error, resolve_uri
-from rlcore.tracking.delivery import MlflowRun, ensure_mlflow_run
+from rlcore.tracking.delivery import MlflowRun, ensure_mlflow_run, is_delivered, sync_run
 from rlcore.tracking.journal import read_journal
 from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
@@ -120,6 +121,9 @@ def log_run_page(
         log_start(run, page, tags, *rows)
         known = replace(known, settings=settings_digest(run.config))
     if outcome is not None:
+        if not is_delivered(run.layout.run_dir):  # the trainer waits for MLflow only for a short time
+            with suppress(RunInUseError):  # the delivery process still sends
+                sync_run(run.layout.run_dir)
         report, *weights = outcome
         log_result(run, page, report)
         log_models(run, page, *weights)
@@ -284,13 +288,15 @@ class MlflowRecord:
             task.add_done_callback(self._warn_of_failure)
 
     def finish(self, report: ReportPage | None, last: ExportedWeights, best: ExportedWeights) -> MlflowContents:
-        """Write the report, validations and weights within a deadline. `report` is None if the run has none yet."""
+        """Write the rest of the journal, the report, validations and weights within a deadline. `report` is None if the
+        run has none yet."""
         run, known = self._run, self._known
         has_report = known.report in (report_fingerprint(run.layout), report_digest(run.layout, report))
         is_there = has_report and known.models == models_digest(run.config, last, best)
-        if not run.config.tracking.enabled or (is_there and known.settings == settings_digest(run.config)):
-            return known
+        is_there = is_there and known.settings == settings_digest(run.config)
         try:
+            if not run.config.tracking.enabled or (is_there and is_delivered(run.layout.run_dir)):
+                return known
             self._known = self._thread.submit(log_run_page, run, self._prefect, None, (report, last, best)).result(
                 FINISH_WAIT_S
             )

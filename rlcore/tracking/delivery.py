@@ -77,6 +77,15 @@ def read_state(run_dir: Path) -> TrackingState:
     return state
 
 
+def is_delivered(run_dir: Path) -> bool:
+    """Return whether MLflow has the whole journal and the final status of a run. Also return True if the run has no
+    attempt. Raises TrackingError if the state cannot be read."""
+    if not read_attempts(run_dir):
+        return True
+    state = read_state(run_dir)
+    return state.status is not None and state.journal_bytes == (run_dir / JOURNAL_FILE).stat().st_size
+
+
 def delivery_lock(run_dir: Path, wait_s: float = 0.0) -> HeldLock:
     """Return the lock of the process that delivers a run and writes `tracking.json`. A crash releases the lock."""
     return HeldLock(run_dir / "tracking.lock", what=f"the delivery of run {run_dir.name}", wait_s=wait_s)

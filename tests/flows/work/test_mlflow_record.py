@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,23 @@ from flows.stack.state import Service, StackState, served_mlflow, write_stack
 from flows.stages.dataset import Dataset, Filter
 from flows.stages.outputs import ExportedWeights, ReportPage, report_fingerprint
 from flows.work import mlflow_record
-from flows.work.mlflow_record import MlflowContents, MlflowRecord, log_models, models_digest, settings_digest
+from flows.work.mlflow_record import (
+    MlflowContents,
+    MlflowRecord,
+    log_models,
+    log_run_page,
+    models_digest,
+    settings_digest,
+)
 from flows.work.open_run import OpenRun, open_run
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
-from rlcore.storage.locks import start_time_of
-from rlcore.tracking.delivery import ensure_mlflow_run
+from rlcore.run.layout import RunLayout
+from rlcore.storage.locks import Holder, start_time_of
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, End, destination_of
+from rlcore.tracking.delivery import delivery_lock, ensure_mlflow_run, is_delivered
+from rlcore.tracking.journal import Journal
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of
 from rlcore.user_code import code_for_run
@@ -118,6 +129,38 @@ def test_models_have_the_name_of_their_run(artifacts_root, empty_store, monkeypa
         log_models(run, page, last, last)
     models = models_of(page.store.client, page.store.experiment_id, page.id)
     assert {model.name for model in models} == {"step-2-lr-0_5", "weights-2-lr-0_5"}
+
+
+def test_rest_of_the_journal_is_sent_at_the_end(artifacts_root, empty_store, monkeypatch):
+    """On a busy machine a trainer ends before MLflow has its metrics. The flow sends them, and a repetition too."""
+    monkeypatch.setattr(mlflow_record, "FINISH_WAIT_S", 240.0)
+    monkeypatch.setattr(mlflow_record, "MAX_UPLOAD_BYTES", 0)
+    shutil.copy(empty_store, artifacts_root / "mlflow.db")
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+    run_dir = RunLayout.of(config).run_dir
+    with open_run(config, ()) as run:
+        commit(config, 2)
+        (weights := run_dir / "weights").mkdir()
+        (weights / "config.json").write_text("{}")
+        last = ExportedWeights(weights, 2, cached=False)
+        with Journal(run.layout.journal) as journal, AttemptLog(run_dir / ATTEMPTS_FILE) as attempts:
+            attempts.add(Attempt(0, 0, time.time(), Holder.me(), destination_of(run_dir, config, {})))
+            journal.append_step(1, {"critic/score/mean": 0.25})
+            journal.append_step(2, {"critic/score/mean": 0.5})
+            attempts.add(End("FINISHED", time.time()))
+        known = log_run_page(run, {})
+        with delivery_lock(run_dir):  # of the trainer's delivery process
+            log_run_page(run, {}, None, (None, last, last))
+        assert not is_delivered(run_dir)
+        digests = (settings_digest(config), report_fingerprint(run.layout), models_digest(config, last, last))
+        MlflowContents(known.mlflow_run_id, "", "", *digests).write(run.layout)
+    with open_run(config, ()) as run, MlflowRecord(run, {}) as record:
+        record.finish(None, last, last)
+    assert is_delivered(run_dir)
+    client = MlflowStore(config.tracking, artifacts_root).client
+    found = client.get_run(known.mlflow_run_id)
+    assert (found.info.status, found.data.metrics["critic/score/mean"]) == ("FINISHED", 0.5)
+    assert [point.step for point in client.get_metric_history(known.mlflow_run_id, "critic/score/mean")] == [1, 2]
 
 
 def test_unreachable_store_is_logged_once_per_part(away, caplog):
