@@ -87,6 +87,7 @@ def main() -> NoReturn:
     open_standard_streams()
     extend_module_path()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # otherwise each command asks for a login
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # a flow's environment needs no torch
     run_and_exit(app)
 
 
