@@ -21,7 +21,13 @@ from uuid import UUID
 import psutil
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentUpdate,
+    GlobalConcurrencyLimitUpdate,
+    WorkPoolCreate,
+    WorkPoolUpdate,
+)
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
@@ -71,6 +77,7 @@ def main() -> None:
         apply_deployments()
         for one in client.read_deployments(work_pool_filter=POOL_FILTER):
             simplify_form(client, one, paused=one.id in paused)
+            name_limit(client, one)
     print(f"deployments are up to date in work pool {POOL}")
 
 
@@ -107,6 +114,14 @@ def simplify_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, 
     """Let users clear the optional fields of a deployment's form. Also set whether the deployment is paused."""
     schema = without_null_types(deployment.parameter_openapi_schema or {})
     client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
+
+
+def name_limit(client: SyncPrefectClient, deployment: DeploymentResponse) -> None:
+    """Rename a deployment's concurrency limit, which Prefect names by the deployment's id. Other names are kept."""
+    limit = deployment.global_concurrency_limit
+    if limit is not None and limit.name == f"deployment:{deployment.id}":
+        name = f"deployment {client.read_flow(deployment.flow_id).name} {deployment.name}"  # a slash is not permitted
+        client.update_global_concurrency_limit(limit.name, GlobalConcurrencyLimitUpdate(name=name))
 
 
 def without_null_types(schema: Mapping[str, Any]) -> dict[str, Any]:

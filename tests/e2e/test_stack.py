@@ -106,6 +106,7 @@ def test_a_second_up_leaves_processes_and_what_people_have_changed(
     assert (kept["id"], kept["active"], kept["schedule"]["cron"]) == (mine["id"], True, mine["schedule"]["cron"])
     assert (changed["work_queue_name"], changed["concurrency_options"]["collision_strategy"]) == ("control", "ENQUEUE")
     stack.ask(f"deployments/{changed['id']}/schedules/{mine['id']}", method="DELETE")
+    assert changed["global_concurrency_limit"]["name"] == "deployment sweep countdown-lr"
     form = stack.deployment("pipeline/debug")["parameter_openapi_schema"]["properties"]
     assert form["total_steps"]["type"] == "integer", "the form may be left empty"
     assert read_stack(stack.root) == before

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentUpdate, GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelling, Crashed, Pending, Running, Scheduled, Suspended
 from prefect.utilities.callables import parameter_schema
@@ -27,7 +28,7 @@ from prefect.utilities.schema_tools import ValidationError, validate
 from data import sort_digits
 from flows import SOURCE_FOLDER, pipeline
 from flows.server.api import LocalServer
-from flows.stack.deploy import DEPLOYMENTS, QUEUES, ensure_pool, recover_lost_runs, without_null_types
+from flows.stack.deploy import DEPLOYMENTS, QUEUES, ensure_pool, name_limit, recover_lost_runs, without_null_types
 from flows.stack.services import POOL
 from flows.stack.state import FLOW_RUN_ID, Service, StackState, write_stack
 from flows.sweep import flow as sweep
@@ -120,6 +121,19 @@ def test_limits_stay_as_set_until_the_root_has_slots(client):
         client.update_work_queue(queue.id, concurrency_limit=limit)
         ensure_pool(client, has_slots=has_slots)
         assert client.read_work_queue(queue.id).concurrency_limit == then
+
+
+@pytest.mark.prefect
+def test_limit_of_a_deployment_has_its_name(client, deployment):
+    for limit in (1, 2):
+        client.update_deployment(deployment, DeploymentUpdate(concurrency_limit=limit))
+        name_limit(client, client.read_deployment(deployment))
+        found = client.read_deployment(deployment).global_concurrency_limit
+        assert (found.name, found.limit) == ("deployment pooled pooled", limit)
+    chosen = GlobalConcurrencyLimitUpdate(name="mine")
+    client.update_global_concurrency_limit(found.name, chosen)
+    name_limit(client, client.read_deployment(deployment))
+    assert client.read_deployment(deployment).global_concurrency_limit.name == "mine"
 
 
 @pytest.mark.prefect
