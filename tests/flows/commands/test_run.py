@@ -1,29 +1,32 @@
 """The last lines of `millrace run`."""
 
-from dataclasses import replace
+import os
+from pathlib import Path
 
+import psutil
 import pytest
 
-from flows.stack.control import down, up
-from flows.stack.state import read_stack
-from tests.flows import conftest
-from tests.flows.conftest import ended, wait_until
-from tests.flows.test_pipeline import trainer_of
-from tests.helpers.stack import prefect_home
+from flows.chain import PipelineResult
+from flows.commands.run import summary_lines
+from flows.server.api import LocalServer, PrefectApi
+from flows.stack.state import Service, StackState, write_stack
+from flows.work.mlflow_record import MlflowContents
+from rlcore.config.compose import load_config
+from rlcore.storage.locks import start_time_of
 
-pytestmark = pytest.mark.prefect
 
-
-def test_run_names_a_stack_started_since_its_start(bare, tmp_path):
-    prefect_home(bare.root / "prefect")
-    hold = {"HOLD_PHASE": "export", "HOLD_FILE": str(held := tmp_path / "held"), "PYTHONPATH": str(conftest.HELD)}
-    settings = ("experiment=debug", "trainer.total_steps=2", "warm_start.enabled=false", "tracking.enabled=false")
-    process = replace(bare, environment=hold).start("run", *settings)
-    wait_until(lambda: held.exists() or process.poll() is not None, "the export")
+@pytest.mark.prefect
+def test_last_line_names_the_stack_that_a_user_started_during_the_run(tmp_path: Path) -> None:
+    config = load_config(["experiment=debug", f"paths.root={tmp_path}"])
+    result = PipelineResult("run", tmp_path / "runs" / "run", 2, [], None, tmp_path, MlflowContents())
+    server = LocalServer(tmp_path / "prefect")
     try:
-        up(bare.root)
-        trainer_of(process).kill()  # its successor is not held
-        done = ended(process, 0)
-        assert done.out.splitlines()[-1] == f"  Prefect  {read_stack(bare.root).prefect_api_url.removesuffix('/api')}"
+        api = PrefectApi(server.url, server)
+        *_, before = summary_lines(config, result, api)
+        me = Service("prefect", os.getpid(), start_time_of(psutil.Process()), 1, "http://stack", "", "")
+        write_stack(tmp_path, StackState(services=(me,)))
+        *_, after = summary_lines(config, result, api)
     finally:
-        down(bare.root)
+        server.stop()
+    assert before.endswith(f"millrace up --root {tmp_path}")
+    assert after == "  Prefect  http://stack"
