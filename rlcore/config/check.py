@@ -99,8 +99,10 @@ def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, g
     rule, remedy = rule_text(detail), _describe(key)
     if detail["type"] == "extra_forbidden":
         (section,) = get_args(all_keys()[key][0].annotation)[:1]
-        rule = "there is no such setting"
-        remedy = did_you_mean(wrong, [known for known, _ in keys_of(section)]).strip() or remedy
+        known = [each for each, _ in keys_of(section)]
+        is_of_other_task = wrong in known
+        rule = "the suite's task has no such setting" if is_of_other_task else "there is no such setting"
+        remedy = "Leave it out" if is_of_other_task else did_you_mean(wrong, known).strip() or remedy
     return Problem(key, ": ".join([entry, *([wrong] if wrong else []), rule]), format_value(detail["input"]), remedy)
 
 

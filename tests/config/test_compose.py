@@ -104,6 +104,8 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
     ("validation.suites=[{name:x,data:{task:countdown},seed:2147483648}]",
      "x: seed: must be less than 2147483648; got 2147483648"),
     ("validation.suites=[{name:7,data:{task:countdown},x:1}]", "entry 0: x: there is no such setting; got 1"),
+    ("validation.suites=[{name:g,data:{task:gsm8k,validation_size:8}}]",
+     "g: data.validation_size: the suite's task has no such setting; got 8. Leave it out"),
     ("validation.suites=[gsm9k]", ": must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k? "
      "There are aime24, aime25, countdown, gsm8k, humaneval, humaneval_base, ifeval, math500; a path ends in .yaml"),
     ("trainer.total_steps=five", "must be a valid integer; got five"),
