@@ -375,6 +375,11 @@ def test_demo_names_the_next_commands(tmp_path):
     words = ["make", "-s", "-o", ".venv/.installed", "demo", f"BIN={tmp_path}"]
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
     done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
-    (line,) = done.stdout.splitlines()
-    for command in ("run experiment=countdown_demo seed=2", "compare countdown_demo-s1", "rollouts countdown_demo-s1"):
-        assert f"{tmp_path}/millrace {command}" in line
+    lines = [line.split() for line in done.stdout.splitlines()]
+    commands = (
+        "rollouts countdown_demo-s1",
+        "run experiment=countdown_demo seed=2",
+        "compare countdown_demo-s1 countdown_demo-s2",
+    )
+    expected = [f"{tmp_path}/millrace {command}" for command in commands]
+    assert [" ".join(words[words.index(f"{tmp_path}/millrace") :]) for words in lines] == expected
