@@ -40,15 +40,15 @@ _TRIES = 10  # problems generated at most for each row, because small tasks repe
 
 
 def inputs(settings: "ReasoningGymData") -> dict[str, str]:
-    """Return the package's version. Raises ConfigError if the package is missing, and DataError if a task or level
-    cannot be used."""
+    """Return the package's version. Raises ConfigError if the package is missing, or if a task or level cannot
+    be used."""
     if find_spec(PACKAGE) is None:
         raise ConfigError(
             "data=reasoning_gym: the package reasoning_gym must be installed, and is not. In the checkout: "
             "pip install -c constraints.txt -e '.[reasoning-gym]'"
         )
     if not settings.tasks or len(set(settings.tasks)) < len(settings.tasks):
-        raise DataError(f"data.tasks: must name one task or more, each once; got {list(settings.tasks)}")
+        raise ConfigError(f"data.tasks: must name one task or more, each once; got {list(settings.tasks)}")
     for named in settings.tasks:
         _dataset(named, size=1, seed=0)
     return {PACKAGE: metadata.version(PACKAGE)}
@@ -111,7 +111,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     answer = found[-1].strip()
     try:
         total = float(_scorer(str(ground_truth["task"]))(answer, json.loads(str(ground_truth["entry"]))))
-    except DataError:
+    except ConfigError:
         raise
     except Exception:  # the package parses responses in many ways
         total = 0.0
@@ -127,27 +127,29 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
 def _parsed(named: str) -> tuple[str, int | None]:
     task, at, level = named.partition("@")
     if at and not level.isdecimal():
-        raise DataError(f"data.tasks: a level must be a whole number from 0 up; got {named}. Such as chain_sum@0")
+        raise ConfigError(f"data.tasks: a level must be a whole number from 0 up; got {named}. Such as chain_sum@0")
     return task, int(level) if at else None
 
 
 def _dataset(named: str, *, size: int, seed: int) -> Any:
-    """Return the package's dataset for a task and level. Raises DataError if the task or level cannot be used."""
+    """Return the package's dataset for a task and level. Raises ConfigError if the task or level cannot be used."""
     task, level = _parsed(named)
     factory = import_module(f"{PACKAGE}.factory")
     if task in LEFT_OUT:
-        raise DataError(f"data.tasks: {task} is left out: {LEFT_OUT[task]}. Take another task (docs/data.md)")
+        raise ConfigError(f"data.tasks: {task} is left out: {LEFT_OUT[task]}. Take another task (docs/data.md)")
     if task not in factory.DATASETS:
         usable = ", ".join(sorted(factory.DATASETS.keys() - LEFT_OUT.keys()))
-        raise DataError(f"data.tasks: must be tasks of reasoning_gym {metadata.version(PACKAGE)}; got {task}. {usable}")
+        raise ConfigError(
+            f"data.tasks: must be tasks of reasoning_gym {metadata.version(PACKAGE)}; got {task}. {usable}"
+        )
     if level is None:
         return factory.create_dataset(task, size=size, seed=seed)
     if not factory.has_curriculum(task):
-        raise DataError(f"data.tasks: {task} has no levels; got {named}. Leave out @{level}")
+        raise ConfigError(f"data.tasks: {task} has no levels; got {named}. Leave out @{level}")
     curriculum = factory.create_curriculum(task)
     most = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
     if level > most:
-        raise DataError(f"data.tasks: {task} has the levels 0 to {most}; got {named}. Take one of them")
+        raise ConfigError(f"data.tasks: {task} has the levels 0 to {most}; got {named}. Take one of them")
     for name, attribute in curriculum.attributes.items():
         curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
     settings = curriculum.generate_configuration({"size": size, "seed": seed})

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from data.schema import read_rows
 from rlcore.config.base import expand_path
 from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, Gsm8kData, MappedData, TaskData
-from rlcore.errors import DataError
+from rlcore.errors import DataError, NotFoundError
 from rlcore.storage.documents import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_.\-]+/[A-Za-z0-9_.\-]+")
@@ -97,14 +97,14 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
     if not source or not folder.is_dir():
         if _HUB_ID.fullmatch(source) and not folder.exists():
             return None
-        raise DataError(
+        raise NotFoundError(
             f"data.source: must be a folder or a hub id (owner/name), got {source!r}, which is neither. Give the "
             f"folder that holds {' and '.join(dict.fromkeys(splits))} as {KINDS_OF_FILES}; split a single file first"
         )
     found = {split: _files_of(folder, split) for split in splits}
     if missing := [split for split, files in found.items() if not files]:
         inside = sorted(path for path in chain(folder.glob("*"), folder.glob("*/*")) if path.is_file())
-        raise DataError(
+        raise NotFoundError(
             f"data.source: {folder} lacks {' and '.join(missing)}, as {KINDS_OF_FILES}. Its files: "
             f"{format_names(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, "
             "rename them, give the folder that has them, or convert other kinds (docs/data.md)"
@@ -113,7 +113,7 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
 
 
 def is_on_hub(config: TaskData) -> bool:
-    """Return whether `data.source` is a hub dataset. Raises DataError if it is neither a hub dataset nor a folder."""
+    """Return whether `data.source` is a hub dataset. Raises NotFoundError if it is neither this nor a folder."""
     return isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None
 
 
@@ -304,10 +304,10 @@ def _download(source: str, revision: str, *, is_cached: bool = False) -> Path:
     return Path(snapshot_download(source, repo_type="dataset", revision=revision, local_files_only=is_cached))
 
 
-def _unavailable(source: str, revision: str, error: Exception) -> DataError:
+def _unavailable(source: str, revision: str, error: Exception) -> NotFoundError:
     reason = " ".join(str(error).split())[:300]
     at, option = (f" at {revision}", f" --revision {revision}") if revision else ("", "")
-    return DataError(
+    return NotFoundError(
         f"data.source: there is no folder {source} here, and the hub dataset of that name{at} cannot be had "
         f"({type(error).__name__}: {reason}). Check the name and data.revision, fetch it where there is a network (hf "
         f"download {source} --repo-type dataset{option}), or give data.source a folder with local files"

@@ -51,8 +51,12 @@ R = TypeVar("R")
 
 LAST_STAGE: Final = "report"  # last stage of a whole run
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
-GENERATED_NAME = re.compile(r"[a-z]+\d*-[a-z]+")
-"""The names that Prefect generates for flow runs, such as `impressive-vulture` or, on its page, `xi4-setlik`."""
+GREEK = (
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|omicron|pi|rho|sigma|tau|upsilon|phi|chi|psi"
+    "|omega"
+)
+GENERATED_NAME = re.compile(rf"[a-z]+-[a-z]+|({GREEK})\d*-[a-z]+-[a-z]+|({GREEK})\d+-[a-z]+")
+"""The names that Prefect generates for flow runs, such as `impressive-vulture` or, on its page, `xi4-barad-dur`."""
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
 """The `millrace` commands that run an experiment up to a given stage. The command for other stages is `train`."""
 

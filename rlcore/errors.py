@@ -44,7 +44,7 @@ class DataError(MillraceError, ValueError):
 
 
 class NotFoundError(DataError, ConfigError):
-    """The command names a run, file or folder that does not exist. No work was started."""
+    """The command or a setting names something that does not exist, such as a run or a file. No work was started."""
 
 
 class UnscoredError(DataError):

@@ -77,7 +77,7 @@ def rollouts(
     query = Query.parse(step=step, prompt=prompt, score=score, search=search, kind=kind, sort=sort)
     config, layout, total = _recorded_responses(run, root)
     if pairs:
-        _print_pairs(config, layout, query, limit)
+        _print_pairs(config, layout, query, step, limit)
         return
     found = find_responses(layout.answers, query)
     if not found and step:
@@ -208,7 +208,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [*map(str, place), *figures, *(str(row[name]) for name in names)]
 
 
-def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit: int | None) -> None:
+def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", step: str | None, limit: int | None) -> None:
     from rlcore.responses.query import find_responses
     from rlcore.run.layout import RunInputs
 
@@ -221,7 +221,10 @@ def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit
             f"--pairs: needs responses of one turn, got a run with data.environment={config.data.environment}. Choose "
             "another run"
         )
-    found = find_responses(layout.answers, replace(query, kind="training"))
+    query = replace(query, kind="training")
+    found = find_responses(layout.answers, query)
+    if not found and step:
+        _require_step(layout.answers, query, step)
     rows = recorded_pairs(found, RunInputs.read(layout).train_parquets, layout.run_dir.name)
     if not rows:
         raise DataError(

@@ -253,10 +253,10 @@ def show_settings(settings: "RunSettings", cfg: str | None, package: str | None,
 
     Otherwise print the sources of the settings (files, groups and overrides), or the part of them that `info` names.
     """
-    from rlcore.config.base import conf_dirs
+    from rlcore.config.base import conf_dirs, leaves
     from rlcore.config.compose import compose
     from rlcore.config.fingerprint import run_id
-    from rlcore.config.problems import mask_secrets
+    from rlcore.config.problems import format_value, mask_secrets
 
     if cfg is not None:
         print(_settings_text(settings.config.model_dump(mode="json"), package or ""), end="")
@@ -271,6 +271,12 @@ def show_settings(settings: "RunSettings", cfg: str | None, package: str | None,
         print(f"experiment {', '.join(composition.files) or 'none: the defaults'}\ngroups     {groups}")
     if info == "all":
         print(f"overrides  {' '.join(map(mask_secrets, settings.overrides)) or 'none'}")
+        default, used = (
+            leaves(config.model_dump(mode="json")) for config in (type(settings.config)(), settings.config)
+        )
+        for key, source in composition.sources.items():
+            if key in used and used[key] != default.get(key):
+                print(f"value      {key}={format_value(used[key])}  {source}")
 
 
 def _settings_text(settings: dict[str, Any], package: str) -> str:

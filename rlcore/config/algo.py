@@ -34,9 +34,8 @@ class EntropyControlConfig(Section):
     target: float | None = Field(default=None, gt=0)
     """The target entropy in nats per token. If null, the weight of the entropy bonus stays at `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
-    """The change of the weight per step. The weight increases if the entropy is below the target. Otherwise it
-    decreases, but not below 0.
-    """
+    """The change of the entropy bonus's weight per step. The weight increases if the entropy is below the target.
+    Otherwise, the weight decreases, but not below 0."""
 
 
 class KlConfig(Section):
@@ -44,8 +43,7 @@ class KlConfig(Section):
 
     where: Literal["off", "loss", "reward"] = "off"
     """The place of the KL term. `loss`: in the policy loss. `reward`: in the reward of each token. `off`: there is no
-    KL term, and no reference model is loaded.
-    """
+    KL term, and no reference model is loaded."""
     estimator: Annotated[
         Literal["auto", "k1", "k2", "k3", "low_var_kl"],
         EffectiveWhen(".where", unless="loss", of="k1", remedy="Set algo.kl.estimator=low_var_kl or k2",
@@ -53,7 +51,8 @@ class KlConfig(Section):
         EffectiveWhen(".where", unless="reward", of="k2 k3 low_var_kl", remedy="Set algo.kl.estimator=k1",
                       why="algo.kl.where=reward near the reference: its policy gradient vanishes, as d^2 / 2 does"),
     ] = "auto"  # fmt: skip
-    """The estimator for each token. `low_var_kl` is `k3`. `auto` is `k1` in the reward and `low_var_kl` in the loss."""
+    """The estimator of each token's KL divergence. `low_var_kl` is another name of `k3`. `auto` is `k1` in the reward
+    and `low_var_kl` in the loss."""
     coef: float = Field(default=0.001, ge=0)
     """The coefficient of the KL term. If `adaptive` is true, the controller starts from this coefficient."""
     adaptive: bool = False
@@ -61,9 +60,8 @@ class KlConfig(Section):
     target: Annotated[float, EffectiveWhen(".adaptive")] = Field(default=0.1, gt=0)
     """The KL divergence in nats per token that the adaptive controller aims at."""
     horizon: Annotated[int, EffectiveWhen(".adaptive")] = Field(default=10_000, ge=1)
-    """The number of sequences over which the controller corrects the coefficient. A larger number makes the controller
-    slower.
-    """
+    """The number of sequences over which the controller corrects the coefficient. With a larger number, the coefficient
+    changes more slowly."""
     offload: Annotated[
         bool,
         MayChange,
@@ -89,14 +87,14 @@ class ImportanceConfig(Section):
     """Importance weights that correct the difference between the sampler's and the trainer's probabilities."""
 
     mode: Annotated[Literal["off", "truncate", "mask"], _TWO_SIDES] = "off"
-    """The factor by which a token's loss is multiplied. `truncate`: min(ratio, cap). `mask`: the ratio, or 0 outside
-    [1/cap, cap]."""
+    """The factor by which a token's loss is multiplied. `truncate`: min(ratio, cap). `mask`: the ratio, or 0 if the
+    ratio is outside [1/cap, cap]."""
     level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
-    """The unit of the ratio: a token, or a response, whose ratio is the product of the ratios of its tokens."""
+    """The unit of the ratio. `token`: each token has its own ratio. `sequence`: each response has one ratio, the
+    product of its tokens' ratios."""
     cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
     """The upper bound of the ratio `exp(old - behavior)`, which is the trainer's probability divided by the sampler's
-    probability.
-    """
+    probability."""
 
 
 class RejectionConfig(Section):
@@ -106,11 +104,11 @@ class RejectionConfig(Section):
     """The unit that is skipped: a token, or a response. A token is skipped if its divergence exceeds the limit `cap`. A
     response is skipped if the sum, mean or maximum of its tokens' divergences exceeds the limit."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
-    """The estimator of a token's divergence KL(sampler || trainer). The names are those of `algo.kl.estimator`."""
+    """The estimator of a token's divergence KL(sampler || trainer). The names have the same meaning as in
+    `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
     """The largest accepted divergence, in nats with k2 or k3. With k1, `cap` is a ratio of probabilities above 1, and
-    the largest accepted divergence is log(cap).
-    """
+    the largest accepted divergence is log(cap)."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -129,11 +127,12 @@ class TeacherConfig(Section):
     """The number of the teacher's likeliest tokens from which KL(teacher || policy) is computed. This KL divergence is
     added to the loss. If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead."""
     coef: float = Field(default=1.0, gt=0)
-    """The weight of the teacher's advantage if `top_k` is 0, otherwise the weight of the divergence."""
+    """The weight of the teacher's advantage if `top_k` is 0. Otherwise, the weight of the KL divergence in the loss."""
     with_reward: bool = False
-    """Learn from rewards in addition to the teacher. If false, rewards do not affect the update."""
+    """Learn from the rewards as well as from the teacher. If false, rewards do not affect the update."""
     base: Literal["native", "nf4"] = "native"
-    """The storage of the teacher's weights: the compute type, or 4 bits as in `model.lora.base`."""
+    """The format of the teacher's weights. `native`: the compute type (`model.dtype`). `nf4`: 4 bits, as in
+    `model.lora.base`."""
     offload: Annotated[bool, MayChange] = False
     """Keep the teacher's weights in host memory between its forward passes."""
 
@@ -154,7 +153,7 @@ class ClipCovConfig(Section):
 
     share: float = Field(default=0.0, ge=0, lt=1)
     """The largest share of a mini-batch's response tokens that are excluded. They are chosen at random from the tokens
-    with a covariance between `low` and `high`. Cui et al. (2025) use 0.0002. 0 excludes no token."""
+    with a covariance between `low` and `high`. Cui et al. (2025) use 0.0002. With 0, no token is excluded."""
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
@@ -169,9 +168,8 @@ class DynamicSamplingConfig(Section):
     enabled: bool = False
     """Replace each group whose responses all have the same score."""
     max_refills: Annotated[int, EffectiveWhen(".enabled")] = Field(default=2, ge=0)
-    """The largest number of further sampling rounds in a step. After the last round, the step continues with the groups
-    that it has.
-    """
+    """The largest number of further sampling rounds in a step. If groups are still missing after the last round, the
+    step uses groups whose responses all have the same score."""
     checks = (
         rule(".enabled", "rollout.samples_per_prompt", "needs rollout.samples_per_prompt of 2 or more",
              lambda own, run: not own.enabled or run.rollout.samples_per_prompt >= 2,
@@ -198,7 +196,7 @@ class OverlongConfig(Section):
             only_with="algo.overlong.enabled",
         ),
     ] = Field(default=None, ge=1)
-    """The number of tokens before the length limit over which the penalty grows. If null, it is a quarter of
+    """The number of tokens before the length limit over which the penalty grows. If null, this number is a quarter of
     `rollout.max_response_tokens`, rounded down, but at least 1."""
     penalty: Annotated[float, EffectiveWhen(".enabled")] = Field(default=1.0, ge=0)
     """The penalty on a response that reaches the length limit."""
@@ -247,12 +245,13 @@ class AlgoConfig(Section):
     """The way in which the per-token losses are aggregated into one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """The weight of the entropy bonus, or its initial weight if `algo.entropy_control.target` is set. With 0 and no
-    target, the entropy is only measured."""
+    such target, the entropy is measured, but does not affect the loss."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
         default=0.5, gt=0
     )
-    """The largest difference between a new value and the old value in the clipped value loss."""
+    """The limit of the clipped value loss: a new value is clipped if it differs from the old value by more than this
+    number."""
     kl: KlConfig = KlConfig()
     teacher: TeacherConfig | None = None
     importance: ImportanceConfig = ImportanceConfig()
@@ -262,11 +261,11 @@ class AlgoConfig(Section):
     token. A response with a larger decrease and a negative advantage has no policy loss. Null: no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """The share of a mini-batch's response tokens that have a policy loss. The tokens with the highest entropy are
-    chosen.
-    """
+    chosen."""
     clip_cov: ClipCovConfig = ClipCovConfig()
     mask_truncated: bool = False
-    """Exclude responses that reach the length limit from the update, but not from the advantages of their group."""
+    """Exclude responses that reach the length limit from the update. Their rewards still count for the advantages of
+    their group."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     overlong: OverlongConfig = OverlongConfig()
     checks = (
@@ -313,12 +312,12 @@ class OptimConfig(Section):
     """The AdamW optimizer and its learning-rate schedule."""
 
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The schedule of the learning rate after the warm-up. With `linear` and `cosine`, the rate falls to
-    `min_lr_ratio` x lr after the last step."""
+    """The schedule of the learning rate after the warm-up. With `linear` and `cosine`, the rate falls to `min_lr_ratio`
+    x `lr` after the last step."""
     min_lr_ratio: Annotated[float, EffectiveWhen(".schedule", unless="constant")] = Field(default=0.0, ge=0, le=1)
-    """The learning rate at the end of the schedule, as a share of lr."""
+    """The learning rate at the end of the schedule, as a share of `lr`."""
     warmup_steps: int = Field(default=0, ge=0)
     """The number of steps of linear warm-up."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
@@ -328,7 +327,7 @@ class OptimConfig(Section):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """The decay rate of the second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """A small number in the denominator of the update that keeps the update finite."""
+    """A small number that is added to the denominator of the update to keep the update finite."""
     weight_decay: float = Field(default=0.01, ge=0)
     """The decoupled weight decay of matrices. Norms and biases have no weight decay."""
     grad_clip: float = Field(default=1.0, gt=0)

@@ -61,7 +61,8 @@ class Composition:
     the settings.
 
     `files`: the experiment's files, its own file last. `members`: the chosen option of each group. `override_keys`: the
-    keys and groups that overrides set. `file_keys`: the keys that the last of `files` sets and no override sets."""
+    keys and groups that overrides set. `file_keys`: the keys that the last of `files` sets and no override sets.
+    `sources`: for each key, the file that sets it (for a group's key, the file of the chosen option) or "override"."""
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -69,6 +70,7 @@ class Composition:
     members: Mapping[str, str]
     override_keys: Collection[str]
     file_keys: Collection[str]
+    sources: Mapping[str, str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
         """Return a warning for each setting that an override or the experiment's file sets and that has no effect.
@@ -112,7 +114,12 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
     given = {key for written in request.values if not written.delete for key in written.names}
     in_file = leaves(files[-1].keys).keys() - given if files else frozenset()
     shown_files = [file.name for file in files]
-    return Composition(config, findings.problems, shown_files, members, given | request.choices.keys(), in_file)
+    sources = {
+        key: findings.sources.get(key) or findings.sources.get(key.partition(".")[0], "") for key in findings.values
+    }
+    sources |= dict.fromkeys(given, "override")
+    overridden = given | request.choices.keys()
+    return Composition(config, findings.problems, shown_files, members, overridden, in_file, sources)
 
 
 def swept_values(text: str) -> list[Any]:

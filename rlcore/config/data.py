@@ -11,11 +11,11 @@ from rlcore.config.base import Bound, EffectiveWhen, MayChange, Rule, Section, e
 
 Operation = Literal["+", "-", "*", "/"]
 
-Scorer = Annotated[str, Field(description="`module:function` that scores a response text against a ground truth.")]
+Scorer = Annotated[str, Field(description="A `module:function` that scores a response text against a ground truth.")]
 Revision = Annotated[
     str,
-    Field(description="Commit, tag or branch of a hub dataset; '' for the newest. Its commit is part of the dataset's "
-          "fingerprint."),
+    Field(description="The commit, tag or branch of a hub dataset. '' selects the newest commit. The commit is part of "
+          "the dataset's fingerprint."),
 ]  # fmt: skip
 
 _ORDER = "Lower one or raise the other"
@@ -67,16 +67,18 @@ class Conversation(Section):
     data."""
 
     environment: str = ""
-    """The environment, a `module:Class` that replies to each turn of the model and rewards the turn
-    (docs/environments.md). '': responses have one turn."""
+    """The environment, a `module:Class` that replies to each turn of the model and gives the turn a reward
+    (docs/environments.md). If '', each response has one turn."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Variables of the chat template, such as `enable_thinking=false`, for prompts, demonstrations and later turns."""
+    """Variables that the chat template gets, such as `enable_thinking=false`, for prompts, demonstrations and later
+    turns."""
     seed: Annotated[
         int,
         EffectiveWhen("data.task warm_start.demonstrations", unless="null gsm8k mapped parquet",
                       remedy="Choose a task that draws its rows, such as data=countdown"),
     ] = Field(default=1, ge=0, lt=2**31)  # fmt: skip
-    """The seed of the rows and of their split (docs/seeds.md), separate from the run's `seed`."""
+    """The seed with which a task draws its rows and chooses the held-out rows (docs/seeds.md), independent of the run's
+    `seed`."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".scorer", "", "must be `module:function`",
              lambda own, _: is_function_name(own.scorer), "Such as data.countdown:score"),
@@ -112,15 +114,15 @@ class CountdownData(Conversation):
     target_high: int = Field(default=1_000)
     """The largest target."""
     targets: Literal["equation", "uniform"] = "equation"
-    """The way to choose the target. `equation`: the value of a random equation, most often one with only + and -.
-    `uniform`: any integer from target_low to target_high, with equal probabilities. Problems without a solution are
-    dropped. If few problems are possible, both ways give every problem the same probability."""
+    """The way to choose the target. `equation`: the target is the value of a random equation, most often of an equation
+    with only + and -. `uniform`: every integer from target_low to target_high is equally probable, and problems without
+    a solution are dropped. If only few problems exist, every problem has the same probability in both cases."""
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Give each split the same number of rows for each number of operations in the solution."""
+    """Fill each split with equally many rows of each difficulty, which is the number of operations in the solution."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
-    """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
+    """The wording of the prompt. `bare` is for randomly initialized models: it has only the numbers and the target."""
     search_tries: Annotated[
         int | None,
         EffectiveWhen("warm_start.enabled"),
@@ -148,7 +150,8 @@ class Gsm8kData(Conversation):
     """The id of a hub dataset, or a folder with the splits `train` and `test`."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     template: Literal["chat", "text"] = "chat"
-    """The form of the prompt: the tokenizer's chat template, or the question alone, for base models."""
+    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` uses only the question, for base
+    models."""
     scorer: Scorer = "data.gsm8k:score"
 
 
@@ -173,7 +176,7 @@ class ParquetData(Conversation):
     """The path of the parquet file with the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
     """The form of the prompt. `chat` applies the chat template. `text` uses the prompt's single message as plain text.
-    `auto` takes the form from the file's metadata, or `chat` if the metadata has none."""
+    `auto` uses the form that the file's metadata names, or `chat` if the metadata names no form."""
     scorer: str = BY_ROW
     """A `module:function` that scores a response. By default, each row's `data_source` selects the scorer
     (docs/data.md)."""
@@ -191,24 +194,26 @@ class MappedData(Conversation):
     """The subset of a hub dataset. '' selects the default subset."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     train_split: str = "train"
-    """The name of the training split. In a folder, the name is the stem of the file."""
+    """The name of the training split. If `source` is a folder, this name is the file's name without the ending."""
     validation_split: str = "test"
     """The name of the held-out split."""
     question: str = "question"
-    """The column of the question. `a.b` is field b of column a, and `a.0` and `a.-1` are entries of a list."""
+    """The column of the question. `a.b` means field b of column a. `a.0` and `a.-1` mean the first and the last entry
+    of a list in column a."""
     answer: str = "answer"
-    """The column of the reference answer. The scorer receives it as `answer` in the ground truth."""
+    """The column of the reference answer. The scorer receives this answer in the ground truth, under the name
+    `answer`."""
     columns: tuple[str, ...] = ()
-    """Further columns for the scorer, which receives them in the ground truth. Lists and objects arrive as JSON."""
+    """Further columns that the scorer receives in the ground truth. Lists and objects are passed as JSON text."""
     solution: str = ""
-    """The column with worked solutions for a warm start. The scorer must give each solution the full score. '': there
-    are no solutions."""
+    """The column with worked solutions for a warm start. The scorer must give each solution the full score. If '',
+    there are no solutions."""
     instruction: str = ""
     """A text that is added to each question after a space."""
     data_source: str = ""
     """The name of the data source in metrics (`val-core/<data_source>/...`). If '', the name follows from `source`."""
     template: Literal["chat", "text"] = "chat"
-    """The form of the prompt: the chat template, or the question and the instruction alone."""
+    """The form of the prompt. `chat` applies the chat template. `text` uses only the question and the instruction."""
     scorer: Scorer = "data.math:score"
 
 
@@ -218,14 +223,15 @@ class CustomData(Conversation):
     task: Literal["custom"] = "custom"
     """The task whose rows come from the function `build`."""
     build: str = "data.sort_digits:build"
-    """A `module:function` that takes these settings and a seed, and returns `data.rows.TaskRows`."""
+    """A `module:function` that takes the settings of the section `data` and a seed, and returns
+    `data.rows.TaskRows`."""
     train_size: int = Field(default=1_000, ge=1)
     """The number of rows in the training split."""
     validation_size: int = Field(default=100, ge=1)
     """The number of rows in the validation split."""
     options: tuple[str, ...] = ()
-    """Further arguments of the function `build`, including each file or folder that it reads. The dataset is built
-    again after a change in an argument or in such a file or folder."""
+    """Further arguments of the function `build`, including each file or folder that `build` reads. If an argument or
+    the content of such a file or folder changes, the dataset is built again."""
     scorer: Scorer = "data.sort_digits:score"
 
 
@@ -242,7 +248,7 @@ class ReasoningGymData(Conversation):
     validation_size: int = Field(default=500, ge=1)
     """The number of rows in the validation split. No question is repeated within a split or between the splits."""
     template: Literal["chat", "text"] = "chat"
-    """The form of the prompt: the chat template, or the question and the instruction alone."""
+    """The form of the prompt. `chat` applies the chat template. `text` uses only the question and the instruction."""
     scorer: Scorer = "data.reasoning_gym:score"
 
 
@@ -257,8 +263,8 @@ class VerifiersData(Conversation):
     taskset_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the taskset's config, such as `split: train`."""
     validation_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Further fields of the taskset's config for the held-out tasks, such as `split: test`. {}: `validation_size` tasks
-    of the training taskset are held out."""
+    """Further fields of the taskset's config for the held-out tasks, such as `split: test`. If {}, `validation_size`
+    tasks of the training taskset are held out."""
     train_size: int = Field(default=10_000, ge=1)
     """The largest number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
@@ -396,15 +402,16 @@ class PassRatesConfig(Section):
     """The number of rows whose results are saved together. If the process is killed, at most the results of this many
     rows are lost."""
     draw: Literal["uniform", "band"] = "uniform"
-    """The way to draw training rows. `uniform`: each row once per epoch. `band`: preferably rows with a pass rate in
-    `band`. With `band`, training responses update the pass rates, and two successive steps can draw the same row."""
+    """The way to draw training rows. `uniform` draws each row once per epoch. `band` prefers rows with a pass rate in
+    the range `pass_rates.band`. In this case, training responses update the pass rates, and two successive steps can
+    draw the same row."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
-    """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
+    """The lowest and the highest pass rate, both included, of the rows that have the full weight 1 in the draw."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
-    """The weight of a row whose pass rate is outside `band`, so that it is still drawn sometimes."""
+    """The weight, in the draw, of a row whose pass rate is outside `band`. Such a row is still drawn sometimes."""
     fade: Annotated[float, _WITH_BAND] = Field(default=0.5, ge=0, le=1)
     """The factor by which a row's counts of scored and correct responses are multiplied before new responses are added.
-    0 forgets the earlier responses, and 1 keeps all of them."""
+    With 0, earlier responses no longer count. With 1, they count as much as new responses."""
     checks = (
         _shares("keep"),
         _shares("band"),

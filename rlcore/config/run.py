@@ -27,8 +27,7 @@ class TrainerConfig(Section):
 
     total_steps: int = Field(default=100, ge=0, le=10_000_000)
     """The number of steps of the run. Each step trains on one batch of prompts. With 0, the run ends after its
-    supervised stage (`warm_start`).
-    """
+    supervised stage (`warm_start`)."""
     steps_per_chunk: Annotated[int, MayChange, _IN_STEPS] = Field(default=20, ge=1)
     """The number of steps between two checkpoints. These steps are a chunk, which Prefect retries as a unit."""
     batch_size: Annotated[int, _IN_STEPS] = Field(default=256, ge=1, le=10_000_000)
@@ -66,7 +65,7 @@ StepAction = Literal["off", "tell", "skip", "stop"]
 
 
 class AlarmConfig(Section):
-    """The actions on abnormal metrics of a run, one for each alarm.
+    """The actions that a run takes on abnormal metrics. Each alarm has one action.
 
     `off` disables the alarm. `tell` writes an event to the journal, MLflow and Prefect. `skip` also skips the update of
     the step. `stop` saves the state of the run and ends the run with an error. A new run can continue from the best
@@ -85,7 +84,8 @@ class AlarmConfig(Section):
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
     """The lower limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
-    """The action if in every group all responses have the same score. With groups of one response, the alarm is off."""
+    """The action if, in every group of a step, all responses have the same score. If groups have only one response, the
+    alarm is off."""
     kl: StateAction = "off"
     """The action if the KL divergence from the reference policy is above `kl_above`. The alarm requires
     algo.kl.where=loss or reward."""
@@ -118,7 +118,8 @@ class CheckpointConfig(Section):
 
 
 class AnswersConfig(Section):
-    """The record of the responses, with tokens, log-probabilities, scores and advantages. Training does not use it."""
+    """The record of the responses, with tokens, log-probabilities, scores and advantages. Training does not use the
+    record."""
 
     every_steps: int = Field(default=1, ge=0)
     """Record the responses of every validation and of each step that is a multiple of this number. 0: no record."""
@@ -144,8 +145,8 @@ class ProfileConfig(Section):
 class DeadlineConfig(Section):
     """The time limits of the phases of a run, in seconds.
 
-    A phase that takes longer counts as hung. The call stacks of all processes are written to a file, the trainer
-    process is ended, and the steps since the last checkpoint are repeated."""
+    A phase that takes longer than its limit counts as hung. The call stacks of all processes are written to a file, the
+    trainer process is ended, and the steps since the last checkpoint are repeated."""
 
     start_s: float = Field(default=1_800.0, gt=0)
     """The time limit for starting the workers: Ray, models and engines."""
@@ -154,9 +155,10 @@ class DeadlineConfig(Section):
     score_s: float = Field(default=3_600.0, gt=0)
     """The time limit for scoring all responses of one step. The limit for one response is reward.deadline_s."""
     forward_s: float = Field(default=3_600.0, gt=0)
-    """The time limit for one forward pass over the batch that computes log-probabilities or values."""
+    """The time limit for computing log-probabilities or values of a whole batch in one forward pass."""
     update_s: float = Field(default=3_600.0, gt=0)
-    """The time limit for all updates of the policy in one step. The updates of the critic have the same limit."""
+    """The time limit for all updates of the policy in one step. A separate limit of the same length applies to the
+    updates of the critic."""
     hand_over_s: float = Field(default=900.0, gt=0)
     """The time limit for a weight sync to the engine."""
     validate_s: float = Field(default=7_200.0, gt=0)
@@ -197,8 +199,8 @@ class RuntimeConfig(Section):
     """The largest number of seconds to wait for the Ray cluster to grant the resources of the workers."""
     fit_memory: Annotated[Literal["off", "check", "auto"], _ON_GPUS] = "check"
     """The use of the memory plan, which estimates a run's memory on a GPU. `off` only prints the plan. `check` refuses
-    a run that does not fit with the smallest micro-batch. `auto` also chooses the fastest values that fit, for these
-    settings: `rollout.memory_share`, `rollout.max_batched_tokens`, `rollout.sleep_level`,
+    a run that does not fit on the GPU even with the smallest micro-batch. `auto` also chooses the fastest values that
+    fit, for these settings: `rollout.memory_share`, `rollout.max_batched_tokens`, `rollout.sleep_level`,
     `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`, `optim.offload`,
     `model.gradient_checkpointing` and `model.offload_activations`."""
     peak_tflops: float | None = Field(default=None, gt=0)
@@ -215,8 +217,8 @@ class RuntimeConfig(Section):
     """The largest number of retries of a chunk (`trainer.steps_per_chunk`). A retry starts from the last checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
     """The priority in the queue for slots, which limit how many ranks train at the same time (`millrace slots`). The
-    highest priority is served first. A run returns its slots at the end of a chunk if a run with a higher priority
-    waits."""
+    run with the highest priority gets slots first. A run returns its slots at the end of a chunk if a run with a higher
+    priority waits."""
     _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
@@ -247,8 +249,8 @@ class TrackingConfig(Section):
     registered_model: Annotated[str | None, _TRACKED] = Field(default=None, pattern=r"^[^/:]{1,200}$")
     """The model's name in MLflow's registry, with the aliases `best` and `last`. Null: no weights are registered."""
     report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], EffectiveWhen(".enabled")] = ()
-    """Further trackers of each step's metrics: TensorBoard in the run's folder, Weights & Biases in the project
-    `tracking.experiment`. Their packages must be installed."""
+    """Further trackers that get each step's metrics. `tensorboard` writes files to the run's folder. `wandb` uses the
+    Weights & Biases project `tracking.experiment`. The packages of the trackers must be installed."""
     ship_every_s: Annotated[float, _TRACKED] = Field(default=2.0, gt=0)
     """The number of seconds between two deliveries of metrics to MLflow and other trackers."""
 

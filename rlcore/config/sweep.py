@@ -69,13 +69,14 @@ class OptunaSearch(Section):
     """A search by Optuna's TPE sampler. Its points depend only on the seed and the scores of earlier points."""
 
     num_points: int = Field(ge=1)
-    """The number of points to try. If a later call has a larger number, the search continues with further points."""
+    """The number of points to try. If a later call of `millrace sweep` has a larger number, the search continues with
+    further points."""
     seed: int = Field(default=1, ge=0)
     """The seed of the search."""
     space: Space = Field(min_length=1)
     """The settings that vary, with their values."""
     startup_points: int = Field(default=10, ge=1)
-    """The number of random points before TPE begins. If it is `num_points` or more, all points are random."""
+    """The number of random points before TPE begins. If this number is `num_points` or more, all points are random."""
     points_at_once: int = Field(default=1, ge=1)
     """The number of points that are trained concurrently if --on-workers is given."""
 

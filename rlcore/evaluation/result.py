@@ -49,7 +49,7 @@ class Response:
 
     @property
     def solved(self) -> bool:
-        """True if the score's component `correct` is 1. If the score has no such component, the total must be 1."""
+        """True if the part `correct` is at least 1, or if there is no such part and the total is at least 1."""
         return Score(self.score, self.parts).solved
 
 

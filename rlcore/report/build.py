@@ -183,7 +183,7 @@ def _facts_of(record: RunRecord) -> Iterator[str]:
     if record.steps:
         started, ended = record.steps[0].time, record.steps[-1].time
         yield f"started {datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M} UTC"
-        yield f"{duration(ended - started)} elapsed"
+        yield f"{duration(ended - started)} from the first to the last step"
 
 
 def _tiles_of(record: RunRecord) -> Iterator[Tile]:

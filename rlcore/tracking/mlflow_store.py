@@ -237,7 +237,7 @@ def _saved_view() -> str:
          "xAxisKey": "step", "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True}
         for key in (REWARD, HELD_OUT_REWARD)
     ]  # fmt: skip
-    section = {"uuid": VIEW, "name": "Reward", "display": True, "isReordered": True}
+    section = {"uuid": VIEW, "name": "Reward", "display": True, "isReordered": True, "columns": 1}
     order = list(COLUMN_WIDTHS)
     state = {"selectedColumns": order[1:], "columnOrder": order, "columnWidths": COLUMN_WIDTHS,
              "compareRunCharts": charts, "compareRunSections": [section], "isAccordionReordered": True}  # fmt: skip

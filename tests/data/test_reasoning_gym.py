@@ -32,7 +32,7 @@ def test_missing_package_is_reported_with_its_install_command(monkeypatch: pytes
 ])  # fmt: skip
 def test_unusable_tasks_are_refused(tasks: tuple[str, ...], message: str) -> None:
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ConfigError, match=message):
         inputs(ReasoningGymData(tasks=tasks))
 
 

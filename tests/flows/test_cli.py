@@ -173,6 +173,11 @@ def test_the_composed_settings_are_printed(capsys):
     lines = dict(line.split(maxsplit=1) for line in info.splitlines())
     assert (lines["experiment"], lines["overrides"]) == ("experiment/debug.yaml", "experiment=debug algo=rloo seed=3")
     assert {"data=countdown", "algo=rloo"} <= set(lines["groups"].split())
+    sources = [line.split()[1:] for line in info.splitlines() if line.startswith("value ")]
+    assert ["algo.advantage=rloo", "conf/algo/rloo.yaml"] in sources
+    assert ["trainer.total_steps=2", "experiment/debug.yaml"] in sources
+    assert [value for value, source in sources if source == "override"] == ["seed=3"]
+    assert "optim.weight_decay" not in info, "only values that are not the default"
     said = print_settings("run experiment=debug algo=dapo algo.overlong.buffer_tokens=9 --cfg job -p algo.overlong", 2)
     printed, _, problem = said.partition("algo.overlong.buffer_tokens: must be at most rollout.max_response_tokens")
     assert (yaml.safe_load(printed)["buffer_tokens"], problem[:1]) == (9, ";")
@@ -195,7 +200,8 @@ def test_the_composed_settings_are_printed(capsys):
     wrong = print_settings("run --info experiment=debug trainer.batch_size=6", 2).splitlines()
     assert wrong[:3] == whole.splitlines()[1:4], "the sources, without a run"
     assert wrong[3] == "overrides  experiment=debug trainer.batch_size=6"
-    assert [line.partition(":")[0] for line in wrong[4:]] == ["trainer.mini_batch_size"]
+    rest = [line.partition(":")[0] for line in wrong[4:] if not line.startswith("value ")]
+    assert rest == ["trainer.mini_batch_size"]
     assert print_settings("run --info experiment=debgu", 2).startswith("experiment: must name a file in")
 
 

@@ -146,7 +146,7 @@ def test_head_has_devices_and_times(tmp_path):
     facts = report_of({"run": read_run(tmp_path)}, lambda charts: Gallery(())).facts
     assert facts[:2] == ("2 × NVIDIA H200", "1,234,567 parameters")
     assert facts[2] == f"started {datetime.fromtimestamp(steps[0].time, UTC):%Y-%m-%d %H:%M} UTC"
-    assert facts[3] == f"{document.duration(steps[-1].time - steps[0].time)} elapsed"
+    assert facts[3] == f"{document.duration(steps[-1].time - steps[0].time)} from the first to the last step"
     assert " · ".join(facts) in page_of(build_report(tmp_path)).words
 
 

@@ -84,7 +84,10 @@ def test_pairs_are_of_the_run_and_train_a_model_by_the_same_prompts(run, tmp_pat
          r"^--step: must have recorded training responses; got \.\.0\. Choose from 1, 2$"),
         ("rollouts", {"pairs": True, "kind": "validation"}, ConfigError,
          r"^--pairs: takes training responses only, got --kind v"),
-        ("rollouts", {"pairs": True, "step": "9"}, DataError, "no group has two finished .* among 0 responses"),
+        ("rollouts", {"pairs": True, "step": "9"}, ConfigError,
+         r"^--step: must have recorded training responses; got 9\. Choose from 1, 2$"),
+        ("rollouts", {"pairs": True, "search": "no such text"}, DataError,
+         "no group has two finished .* among 0 responses"),
         ("rollouts", {"tokens": True, "limit": 1}, ConfigError, "--tokens: must come with --json"),
         ("audit", {"scorer": ""}, ConfigError, "^--scorer: must name a function as module:function, got ''"),
         ("audit", {"scorer": "nope"}, ConfigError, "^--scorer: must name a function as module:function, got 'nope'"),
@@ -110,7 +113,7 @@ def test_steps_of_a_long_run_are_listed_briefly(run, tmp_path):
 def test_pairs_need_responses_of_one_turn(run):
     game = load_config(["experiment=number_guessing", "model.path=some/model"])
     with pytest.raises(ConfigError, match=r"^--pairs: needs responses of one turn, got a run with data\.environment="):
-        rollouts._print_pairs(game, run.layout, Query(), None)
+        rollouts._print_pairs(game, run.layout, Query(), None, None)
 
 
 def test_audit_by_a_custom_scorer(run, tmp_path, monkeypatch, capsys):
