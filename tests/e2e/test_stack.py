@@ -129,8 +129,8 @@ def test_a_notification_that_fails_is_logged_without_its_address(stack: Stack, h
     stack.ask("events", [{**one, "id": str(uuid4()), "occurred": datetime.now(UTC).isoformat()} for one in events])
     wait_until(lambda: "HTTPStatusError 500" in stack.log("prefect"), "the server's log names the failure")
     hook.answer = 200
-    reported = [(one["title"], one["message"]) for one in hook.messages]
-    assert reported == [("x: millrace.paused_for_disk", "3 GB are missing")], "of the other event there is no message"
+    reported = {(one["title"], one["message"]) for one in hook.messages}  # a set, because Prefect repeats what failed
+    assert reported == {("x: millrace.paused_for_disk", "3 GB are missing")}, "of the other event there is no message"
     stack.assert_hidden(SECRET)
 
 

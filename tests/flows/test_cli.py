@@ -379,7 +379,7 @@ def test_an_own_experiment_extends_another_own_experiment(tmp_path, monkeypatch,
 def test_demo_names_the_next_commands(tmp_path):
     (tmp_path / "millrace").symlink_to("/bin/true")
     words = ["make", "-s", "-o", ".venv/.installed", "demo", f"BIN={tmp_path}"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")}
     done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
     lines = [line.split() for line in done.stdout.splitlines()]
     commands = (
