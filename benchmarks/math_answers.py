@@ -124,7 +124,8 @@ def math_verify_pays(reference: str, answer: str) -> bool:
 
 
 def rule(reference: str, answer: str) -> str | None:
-    """Return the rule of docs/data.md by which `data.math` refuses an answer that math-verify accepts, or None."""
+    """Return the rule of docs/data.md by which `data.math` refuses an answer that math-verify accepts. Return None if
+    no rule explains this."""
     gold, reading = read(reference), read(answer)
     if gold.number is not None:
         return _number_rule(gold, reading)
@@ -154,7 +155,8 @@ def _has_letter_more(gold: Reading, reading: Reading) -> bool:
 
 
 def _paid_by(reference: str, answer: str) -> str | None:
-    """Return the rule by which `data.math` accepts an answer that math-verify refuses, or None."""
+    """Return the rule by which `data.math` accepts an answer that math-verify refuses. Return None if no rule explains
+    this."""
     kind, _, reading = readings()[reference].partition(" ")
     same = answer.rstrip("\\% ") == reference.rstrip("\\% ")
     if kind == "number" and (same or _naive_number(answer) == Fraction(reading.rstrip("%"))):

@@ -1,7 +1,8 @@
 """The countdown task: reach a target by an equation that uses each number exactly once.
 
-In the `bare` template the whole response is the equation. Otherwise the last pair `<answer>...</answer>` counts. After
-a few-shot prompt the first pair counts, because a base model continues with further problems.
+With the template `bare`, the whole response is the equation. With `few-shot`, the equation is in the first pair
+`<answer>...</answer>`, because a base model continues with further problems. With any other template, the equation is
+in the last pair.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -95,8 +96,9 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """Return a response that gives `equation`. If the template has a `<think>` section, this section shows the
-    equation's value, or, with `data.search_tries`, failed tries and then the steps of the equation.
+    """Return a response whose answer is `equation`. If the template has a `<think>` section, this section shows the
+    equation's value. If `data.search_tries` is set, the section instead shows failed tries and then the steps of the
+    equation.
     """
     last = evaluate(equation)
     assert last is not None

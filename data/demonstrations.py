@@ -271,8 +271,8 @@ def _message(found: object, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object. Arguments as JSON text are parsed, because a chat template
-    would put the text in quotes."""
+    """Return a tool call with its arguments as an object. Arguments that are given as JSON text are parsed, because a
+    chat template would put the text in quotes."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: tool_calls must have a function with a name, got {call!r:.80}; repair it")
@@ -281,7 +281,8 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
 
 
 def _tools(row: Record) -> tuple[dict[str, Any], ...]:
-    """Return the function schemas of a row, which has them as a list or as JSON text."""
+    """Return the function schemas in the column `tools` of a row. The column contains a list, or a list as JSON
+    text."""
     found = _from_json(row.values.get("tools") or (), f"{row.where}: tools")
     schemas = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in found]
     if not isinstance(found, list | tuple) or not all(isinstance(one, dict) and "name" in one for one in schemas):

@@ -148,8 +148,8 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_entries(gold: Reading, answer: Reading) -> bool:
-    """Return whether two lists have equal entries. The entries are paired by name if all have names, otherwise by
-    position if the list is ordered, otherwise in any order."""
+    """Return whether two lists have equal entries. If all entries have names, entries with equal names are compared.
+    Otherwise, entries at equal positions are compared if the list is ordered. If it is not, any order is accepted."""
     open_or_round = {"", "()"}
     if len(gold.entries) != len(answer.entries) or (gold.name and answer.name and gold.name != answer.name):
         return False
@@ -211,7 +211,8 @@ def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool
 
 
 def _equal_expressions(gold: Reading, answer: Reading) -> bool:
-    """Return whether math-verify accepts the response and, in a chain of equations, each numeric side."""
+    """Return whether math-verify accepts the response as equal to the reference. In a chain of equations, math-verify
+    must accept the last side and every other numeric side."""
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
         text = str(answer.number)

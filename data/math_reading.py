@@ -151,7 +151,8 @@ def without_introduction(text: str) -> str:
 def number_in_words(plain: str) -> Number | None:
     """Read the number in a response such as `Area: 18` or `x = 18`, or return None.
 
-    For numeric references only: a letter after the number counts as a unit (`18 m`), not as a variable."""
+    Call this function only if the reference is a number, because a letter after the number is read as a unit (`18 m`),
+    not as a variable."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None
@@ -244,7 +245,7 @@ def _without_unit(plain: str) -> str:
 
 
 def expression_problem(plain: str) -> str | None:
-    """Return the reason why math-verify would read only a part of a text, or None."""
+    """Return the reason why math-verify would read only a part of a text, or None if it would read the whole text."""
     if command := _unknown(plain):
         return f"the command \\{command} is not known"
     for pattern, problem in _UNREAD:

@@ -113,7 +113,8 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
 
 
 def is_on_hub(config: TaskData) -> bool:
-    """Return whether `data.source` is a hub dataset. Raises NotFoundError if it is neither this nor a folder."""
+    """Return whether `data.source` is the id of a hub dataset. Raises NotFoundError if it is neither such an id nor a
+    folder."""
     return isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None
 
 

@@ -82,8 +82,9 @@ class RowReference:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceReport:
-    """The result of a check. `rows`: the number of checked rows by split. `unmet`: the number of rows without a full
-    score in each split. `total`: the number of all rows. `shown`: the first rows without a full score, as texts."""
+    """The result of a check. `rows`: the number of checked rows by split. `unmet`: for each split, the number of rows
+    whose solution or reference does not get the full score. `total`: the number of all rows. `shown`: messages about
+    the first of the rows that `unmet` counts."""
 
     rows: Mapping[str, int]
     unmet: Mapping[str, int]
@@ -92,11 +93,13 @@ class ReferenceReport:
 
     @property
     def share(self) -> float:
-        """Return the share of checked rows without a full score, in the split where this share is largest."""
+        """Return the share of checked rows whose solution or reference does not get the full score. If the splits have
+        different shares, return the largest."""
         return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
-        """Describe the rows without a full score, or return '' if there are none."""
+        """Return a message about the rows whose solution or reference does not get the full score, or '' if there are
+        none."""
         num_checked, num_unmet = sum(self.rows.values()), sum(self.unmet.values())
         if self.total and not num_checked:
             return f"data.scorer: {scorer} has scored no reference in {BUDGET_S:g} s, so none is checked"
@@ -243,7 +246,8 @@ class _Checker:
         )
 
     def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
-        """Return the form in which most references get a full score, or None if fewer than half do."""
+        """Return the form in which the most references get the full score. Return None if, in this form, fewer than
+        half of the references get the full score."""
         counts: dict[Form, int] = {}
         for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])
@@ -252,7 +256,8 @@ class _Checker:
         return best if 2 * counts[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> dict[tuple[str, int], str]:
-        """Return a text about each row without a full score, by split and row number."""
+        """Return a message for each row whose solution or reference does not get the full score, or on which the scorer
+        fails. The keys are the split and the row number."""
         cases: list[tuple[RowReference, str, bool]] = []  # row, response, whether it is correct
         for row in rows:
             if row.solution:

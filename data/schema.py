@@ -269,7 +269,8 @@ def _record_batch(
 
 
 def _extra_fields(value: object, example: object) -> Iterator[str]:
-    """Yield the fields of a ground truth that `example` lacks. In a list of `example`, only the first entry counts."""
+    """Yield the names of the fields that a ground truth has and `example` lacks. If `example` contains a list, all
+    entries of the ground truth's list are compared with the first entry of this list."""
     if isinstance(value, Mapping) and isinstance(example, Mapping):
         for name, inner in value.items():
             yield from _extra_fields(inner, example[name]) if name in example else (name,)

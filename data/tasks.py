@@ -115,7 +115,8 @@ def _by_part(inputs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
-    """Return the fingerprint of a dataset, before it is built. For a mixture, combine the fingerprints of its parts."""
+    """Return the fingerprint of a dataset, which need not be built yet. For a mixture, combine the fingerprints of its
+    parts."""
     if isinstance(config, MixtureData):
         return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])
     return fingerprint("dataset", {**_origin(config, seed), "splits": splits})

@@ -240,7 +240,7 @@ class PromptTokenizer:
         return self._closing[1][ID_BYTES:]
 
     def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
-        """Return the indices of the encoded texts with a word outside the vocabulary."""
+        """Return the indices of the encoded texts that contain a word outside the vocabulary."""
         unknown = self._tokenizer.unk_token_id
         # Byte-level tokenizers have tokens for every word; some use an end-of-text token as the unknown token.
         if unknown is None or self._pieces is not None:
@@ -250,10 +250,10 @@ class PromptTokenizer:
     def render(
         self, messages: Messages, *, opened: bool = True, continued: bool = False, tools: Sequence[Any] = ()
     ) -> str:
-        """Render messages as text. `opened`: the beginning of the assistant's next turn is appended.
+        """Render messages as text. `opened`: whether the beginning of the assistant's next turn is appended.
 
-        `continued`: the last message stays open for a continuation, and `opened` has no effect. `tools`: schemas of
-        tools in place of those given to the constructor."""
+        `continued`: whether the last message stays open for a continuation. If true, `opened` has no effect. `tools`:
+        schemas of tools that replace those given to the constructor."""
         if not self.chat:
             return "".join(message["content"] for message in messages)
         try:

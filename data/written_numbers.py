@@ -141,7 +141,8 @@ def _quoted(text: re.Match[str]) -> str:
 
 
 def closing(text: str, start: int) -> int | None:
-    r"""Return the index of the brace that closes the brace at `start`, or None. `\{` and `\}` are not counted."""
+    r"""Return the index of the brace that closes the brace at `start`, or None if it is never closed. `\{` and `\}` are
+    not counted."""
     depth = 0
     for brace in _BRACES.finditer(text, start):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -232,8 +233,8 @@ def is_counted(word: str) -> bool:
 def _fraction(found: re.Match[str]) -> Fraction | None:
     """Return the value of a matched fraction or mixed number, or None if it is refused.
 
-    Refused are fractions with a whole value (36/2), a denominator of 0 or a second sign, and mixed numbers whose
-    fraction is not below 1."""
+    A fraction is refused if its value is whole (36/2), its denominator is 0 or it has a second sign. A mixed number is
+    refused if its fraction has a sign or is not below 1."""
     start = found.re.groupindex["fraction"]
     sign, top, digit, sign_below, bottom, other_digit, over, sign_under, under = found.groups()[start : start + 9]
     above, below = int(_digits(top or digit or over)), int(_digits(bottom or other_digit or under))
@@ -247,7 +248,10 @@ def _fraction(found: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(found: re.Match[str]) -> Fraction | None:
-    """Return the value of a matched decimal number. The match includes recurring digits and a power of ten, if any."""
+    """Return the value of a matched decimal number. The match includes recurring digits and a power of ten, if any.
+
+    The number before a power of ten must be from 1 to below 10, or to below 1,000 if the exponent is a multiple of 3.
+    Return None for any other number with a power of ten, or if the exponent is 0."""
     places = found["places"] or ""
     size = Fraction(int((_digits(found["int"] or "") + places) or "0"), 10 ** len(places))
     if cycle := found["bar"] or found["digit"] or found["cycle"]:

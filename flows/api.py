@@ -135,7 +135,10 @@ def run(settings: RunSettings) -> Run:
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:
-    """Return a run by its folder, or by its id or unique id prefix under `root`. Raises DataError if no run matches."""
+    """Return the run with the folder `run`, or the run under `root` whose id equals `run` or begins with `run`.
+
+    Raises DataError if no run matches, or if several runs match.
+    """
     return Run(*find_run([str(run)], None if root is None else Path(root)))
 
 

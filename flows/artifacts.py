@@ -76,7 +76,7 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
 
 
 def _update(run: OpenRun, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact at the first call and change it at later calls, so that the server keeps no history.
+    """Create an artifact at the first call and overwrite it at later calls. The server therefore keeps no old versions.
 
     After a failed request, no further request is sent for `RETRY_AFTER_S` seconds, because the trainer's events wait
     during each request.
@@ -243,12 +243,12 @@ class RunReporter:
             log_failure(lambda: watch.set_flow_run_state(Running(message="resumed")))
 
     def line(self, line: str) -> None:
-        """Log a line of the trainer's log at the level that the line names."""
+        """Log a line of the trainer's log at the level that the line contains. The default level is INFO."""
         level = next((level for word, level in _LEVELS if f" {word} " in line[:80]), logging.INFO)
         self._log.log(level, "%s", line)
 
     def end(self) -> None:
-        """Update the artifacts (checkpoints, summary, MLflow link) if the last step of the run is done."""
+        """If the last step of the run is done, update the artifacts (checkpoints, summary, MLflow link)."""
         last = self._progress_now
         if last is not None and last.to_step == last.total_steps:
             self._show_summary(now=True)
@@ -265,8 +265,10 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update checkpoints, summary and MLflow link. Without `now`, do nothing if the last update was less than
-        `SUMMARY_EVERY_S` seconds ago."""
+        """Update the artifacts of the checkpoints, the summary and the MLflow link.
+
+        If `now` is false and the last update was less than `SUMMARY_EVERY_S` seconds ago, do nothing.
+        """
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return

@@ -64,7 +64,7 @@ class PipelineResult:
     mlflow: MlflowContents
 
     def outcome(self, config: RunConfig) -> str:
-        """Return held-out metrics before and after training, and the number of steps, as one line."""
+        """Return a line with the number of steps, and with the held-out metrics before and after training."""
         changes = reward_changes(self.validations)
         if config.is_supervised:
             journal = read_journal(self.run_dir / JOURNAL_FILE)
@@ -121,7 +121,10 @@ def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, wit
 
 
 def finished_result(run: OpenRun) -> PipelineResult | None:
-    """Return the result of a run if all its stages are done and recorded in MLflow, otherwise None."""
+    """Return the result of a run if its weights, validations and report exist, otherwise None.
+
+    Also return None if the run was recorded with other settings, or if tracking is on and MLflow lacks a result.
+    """
     if not run.layout.run_json.is_file() or run.origin.settings != with_absolute_paths(run.config, run.layout):
         return None
     last, best, report = Export().find(run), ExportBest().find(run), Report().find(run)

@@ -164,7 +164,10 @@ def _difference_json(row: Comparison) -> dict[str, Any]:
 
 
 def table_lines(found: Sequence[Evaluation]) -> list[str]:
-    """Return the lines of a table for each suite: the models' metrics, and paired differences from the first model."""
+    """Return the lines of one table per suite, followed by a line with the folder of each model's results.
+
+    A table has the metrics of each model, and the paired differences between each other model and the first one.
+    """
     lines = []
     for index, result in enumerate(found[0].results):
         lines += ["", f"{result.data_source}: {len(result.problems):,} problems, k = {result.num_samples}"]

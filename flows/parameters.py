@@ -56,8 +56,8 @@ EXPERIMENT = "experiment="
 class RunSettings:
     """The composed and checked settings of one run. `overrides` are settings as on the command line.
 
-    A run may start from weights of another run (`--fork`). Its dry run does not export these weights to `model.path`.
-    `planning_config` then names an existing model of the same shape and tokenizer.
+    With `--fork`, a run starts from weights of another run. In a dry run, these weights are not exported to
+    `model.path`. Instead, `planning_config` names an existing model with the same shape and tokenizer.
     """
 
     config: RunConfig

@@ -56,7 +56,10 @@ GREEK = (
     "|omega"
 )
 GENERATED_NAME = re.compile(rf"[a-z]+-[a-z]+|({GREEK})\d*-[a-z]+-[a-z]+|({GREEK})\d+-[a-z]+")
-"""The names that Prefect generates for flow runs, such as `impressive-vulture` or, on its page, `xi4-barad-dur`."""
+"""The pattern of the names that Prefect generates for flow runs, such as `impressive-vulture`.
+
+Prefect's web page generates names such as `xi4-barad-dur`.
+"""
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
 """The `millrace` commands that run an experiment up to a given stage. The command for other stages is `train`."""
 

@@ -30,7 +30,10 @@ def skipped_suffix(cached: bool) -> str:
 
 
 class Display:
-    """The base class of displays, which shows nothing. Flow runs of a Prefect worker use it and log to Prefect."""
+    """The base class of all displays. It shows nothing.
+
+    Flow runs of a Prefect worker use this class, because they log to Prefect.
+    """
 
     def line(self, text: str) -> None:
         """Print a permanent line."""
@@ -254,7 +257,7 @@ class ValidationSummary:
 def reward_changes(validations: Sequence[ValidationSummary]) -> list[str]:
     """Return how each mean reward changes over the validations, such as `mean_at_4 0.326 -> 0.730`.
 
-    Mean rewards that a validation lacks are left out.
+    A mean reward is left out if one of the validations lacks it.
     """
     if not validations:
         return []

@@ -111,8 +111,8 @@ class Code:
                 shutil.copyfile(path, written / name)
 
     def _other_sources(self) -> Iterator[tuple[str, Path]]:
-        """Yield the other Python files in the packages of these sources, since code can import a file by a computed
-        name."""
+        """Yield the name and path of each other Python file in the packages of these sources. These files are included
+        because code can import a file by a computed name."""
         for name, source in self.sources.items():
             top, _, file = name.partition("/")
             if file == "__init__.py" and top not in MILLRACE_PACKAGES:

@@ -1,4 +1,4 @@
-"""The command `millrace new KIND NAME`, which writes a first custom file or a project's folder."""
+"""The command `millrace new KIND NAME`, which writes a working example of a custom file, or a new project's folder."""
 
 import keyword
 import re
@@ -35,7 +35,7 @@ PROJECT = {
     "conf/experiment/baseline.yaml": "conf/experiment/baseline.yaml", "conf/data/task.yaml": "conf/data/NAME.yaml",
     "conf/sweep/lr.yaml": "conf/sweep/lr.yaml", "tests/test_task.py": "tests/test_NAME.py",
 }  # fmt: skip
-"""The templates of a project, with the path of each written file in the project's folder."""
+"""The path of the written file in the project's folder, for each template of a project."""
 
 
 def new(

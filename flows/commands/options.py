@@ -63,7 +63,7 @@ def complete_runs_and_settings(ctx: typer.Context, incomplete: str) -> list[str]
 
 
 def choices(*words: str) -> Callable[[str], list[str]]:
-    """Return a completion function that offers the passed words that begin with the typed text."""
+    """Return a completion function. From `words`, it offers those that begin with the typed text."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 

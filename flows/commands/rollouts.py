@@ -185,7 +185,10 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 
 @contextmanager
 def _scoring_pool(config: "RunConfig", layout: "RunLayout", scorer: str | None) -> "Iterator[ScoringPool]":
-    """Yield processes that run `scorer`, by default the run's scorer. Only the run's scorer uses `reward.weights`."""
+    """Yield a pool of processes that run `scorer`. If `scorer` is None, they run the run's scorer.
+
+    `reward.weights` is applied only to the run's scorer.
+    """
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer
     from rlcore.user_code import run_code

@@ -184,9 +184,10 @@ def _compose_and_plan(
 def compose_arguments(
     settings: Sequence[str] | None, root: Path | None, *, fork: str | None = None, dry_run: bool = False
 ) -> "RunSettings":
-    """Compose the settings of a command. `fork` names a run to branch from. Warn of each setting that has no effect.
+    """Compose the settings of a command. Warn of each setting that has no effect.
 
-    With `dry_run`, the weights of `fork` are not exported. If settings are wrong, one ConfigError lists all of them.
+    If `fork` is set to `RUN[@CHECKPOINT]`, the new run starts from the weights of this checkpoint. With `dry_run`, the
+    weights are not exported. If settings are wrong, one ConfigError lists all mistakes.
     """
     from flows.parameters import all_overrides, compose_settings
 
@@ -204,7 +205,7 @@ def compose_arguments(
 def _settings_of_run(run: Sequence[str], root: Path | None) -> "RunSettings":
     """Return the settings of a run that is named by its folder or id, or compose them from KEY=VALUE.
 
-    In the result, `paths.root` is the folder that now holds the run, because the workspace may have been moved.
+    In the result, `paths.root` is the workspace in which the run was found, because the workspace may have been moved.
     """
     from flows.work.runs import find_run, is_named
 

@@ -225,9 +225,10 @@ def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
 def show_wrong_settings(
     settings: Sequence[str] | None, root: Path | None, cfg: str | None, package: str | None, info: str | None
 ) -> None:
-    """Print the settings as YAML, with defaults in place of invalid values, or the sources of the settings (`info`).
+    """If `cfg` is set, print the settings as YAML, with defaults in place of invalid values.
 
-    Print nothing if the experiment is unknown or a file of a group cannot be read.
+    Otherwise print the sources of the settings (see `show_settings`). If the experiment is unknown or a file of a group
+    cannot be read, print nothing.
     """
     from flows.parameters import RunSettings, all_overrides
     from rlcore.config.base import covers

@@ -2,9 +2,9 @@
 
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
-The launcher asks the kernel for a SIGTERM when the thread that started the launcher ends. This request remains valid
-after the launcher has replaced itself with the command. A `preexec_fn` could make the same request, but it may deadlock
-if the parent has threads. The launcher delays the command by 20 ms.
+The launcher asks the kernel to send SIGTERM to the launcher as soon as the thread that started the launcher ends. This
+request remains valid after the launcher has replaced itself with the command. A `preexec_fn` could make the same
+request, but it may deadlock if the parent has threads. The launcher delays the start of the command by 20 ms.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _LAUNCH = (sys.executable, "-S", "-E", str(Path(__file__).resolve()))
 
 
 def tethered_command(command: Sequence[str]) -> list[str]:
-    """Return the command line of a process that runs `command` and gets SIGTERM when this process dies."""
+    """Return a command line that runs `command`. The command gets SIGTERM when the calling Python process dies."""
     return [*_LAUNCH, str(os.getpid()), *command]
 
 

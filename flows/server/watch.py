@@ -1,8 +1,9 @@
 """A watch on this process's flow run. It notices when a user cancels or suspends the flow run at the Prefect server.
 
 The watch polls the state of the flow run, because Prefect's events and signals are not sufficient. The event of a
-suspension may arrive before the new state is in the database. On a cancellation, the worker sends a signal. A worker of
-Prefect 3.7 sends none if the flow run was cancelled and retried before, and a dead worker never sends one.
+suspension may arrive before the new state is in the database. After a cancellation, the worker sends a signal to the
+process. A worker of Prefect 3.7 sends no signal if the flow run was cancelled and retried before. A dead worker never
+sends a signal.
 """
 
 import logging

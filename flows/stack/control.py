@@ -157,7 +157,7 @@ def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int |
 def _start_services(
     root: Path, state: StackState, ports: Mapping[str, int | None], notify_block: str | None, workers: int, *, ray: bool
 ) -> StackState:
-    """Start the missing services. MLflow and Ray come up while the deployments are applied. The workers start last."""
+    """Start the missing services. MLflow and Ray start while the deployments are applied. The workers start last."""
     ran_before = state.running()
     state = _start(root, state, "prefect", partial(services.start_prefect, root, ports["prefect"]))
     database = mlflow_database(root)
@@ -233,10 +233,10 @@ def _apply_deployments(root: Path, state: StackState, notify_block: str | None) 
 
 
 def keep_profile(url: str, login: str) -> tuple[bool, str]:
-    """Write the Prefect profile of a stack, and activate it unless another profile was chosen. Return
-    whether Prefect's commands find this stack in a shell with this environment. Also return a line about the profile.
+    """Write the Prefect profile of a stack, and activate it unless the user has chosen another profile.
 
-    Nothing changes if the profile belongs to another running stack or cannot be written.
+    Return two values: whether the `prefect` command uses this stack in a shell with the current environment, and a line
+    about the profile. Nothing changes if the profile belongs to another running stack or cannot be written.
     """
     from prefect.settings import (
         PREFECT_API_AUTH_STRING,

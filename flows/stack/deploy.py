@@ -84,7 +84,7 @@ def main() -> None:
 def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
     """Create or update the work pool, and create its queues. Limits that users have set are kept.
 
-    With `has_slots`, runs themselves wait for free trainer slots, so the default limit of a queue is removed.
+    With `has_slots`, the default limit of a queue is removed, because the runs themselves then wait for trainer slots.
     """
     try:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
@@ -183,7 +183,7 @@ CANCELLED_RUNS = AutomationCore(
     ),
     actions=[ChangeFlowRunState(state=StateType.CANCELLED, name="Cancelled", message=CANCELLED, force=False)],
 )
-"""The automation that replaces the message of Prefect's worker on a cancelled run.
+"""The automation that replaces the message that Prefect's worker writes for a cancelled flow run.
 
 The new message says that finished work is saved and that a retry resumes it.
 """

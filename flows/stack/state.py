@@ -30,7 +30,7 @@ class Service:
     """A process of the stack. `born` is the start time of the process.
 
     `version` is the version of a Prefect or MLflow server, otherwise ''. `ready_url` is a page that answers once the
-    service is up. A missing address is ''.
+    service is up. `url` or `ready_url` is '' if the service has no such address.
     """
 
     name: str
@@ -54,7 +54,10 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """The services of the stack under `root`. `mlflow_database`: address of MLflow's database, without password."""
+    """The services of the stack under `root`.
+
+    `mlflow_database` is the address of MLflow's database, without the password.
+    """
 
     format_version: Literal[2] = 2
     root: str = ""
@@ -136,7 +139,10 @@ def default_mlflow_database(root: Path) -> str:
 
 
 def served_mlflow(uri: str, root: Path) -> str:
-    """Return the address of the stack's MLflow server, or '' if it is down or serves a store other than `uri`."""
+    """Return the address of the stack's MLflow server, or '' if the server is down.
+
+    If `uri` is not the default MLflow store of the workspace, also return ''.
+    """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     service = read_stack(root).running_service("mlflow")
     return service.url if service is not None and uri == default_mlflow_database(root) else ""
@@ -236,7 +242,7 @@ def root_login(root: Path) -> str:
 
 
 def login_hint(root: Path) -> str:
-    """Return the end of a sentence that explains how to log in to the web pages."""
+    """Return a text about how to log in to the web pages. The text continues a sentence that the caller begins."""
     return f"the line in {root / SECRET_FILE}: Prefect takes it whole, MLflow as user and password around the colon"
 
 

@@ -33,7 +33,10 @@ WRONG_RESPONSE = "0"
 
 
 class Trial:
-    """The trial calls of a run's scorers, environment, loss and advantage before the run starts, and their warnings."""
+    """The trial calls of a run's scorers, environment, loss and advantage. They are made before the run starts.
+
+    `warnings` collects the warnings of the stages' checks.
+    """
 
     def __init__(self, run: OpenRun) -> None:
         self.run = run
@@ -60,7 +63,11 @@ class Trial:
         return [row for task in self.tasks if (row := self.first_row(task)) is not None]
 
     def try_scorers(self) -> None:
-        """Try the scorers or the environment on each task's first row. Raises TrialError if one of them fails."""
+        """Try the environment on the first known row or, without an environment, each scorer on its task's first row.
+
+        The default scorers of Countdown and GSM8K are tried only if `reward.weights` is set. Raises TrialError if the
+        environment or a scorer fails.
+        """
         config = self.config
         if config.data.environment:
             if rows := self.first_rows():
@@ -128,7 +135,8 @@ def judge_failure_message(failure: str) -> str:
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
     """Play the environment's first turn with a wrong response. Raises TrialError if the environment fails.
 
-    A repeatable environment plays the turn again in another process and must then give the same replies.
+    If the environment is repeatable, the turn is played again in another process. The two processes must give equal
+    replies.
     """
     name = config.data.environment
     played = [_first_replies(row, config) for _ in range(1 + is_repeatable(resolve_environment(name)))]
@@ -196,7 +204,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """The status of a stage. `fingerprint` identifies its result, or is None until earlier stages have run."""
+    """The status of a stage. `fingerprint` identifies the stage's result. It is None until earlier stages have run."""
 
     name: str
     fingerprint: str | None
@@ -245,7 +253,7 @@ class Stage(ABC, Generic[R]):
         return self.make(run) if known is None else known
 
     def describe(self, result: R) -> str:
-        """Return a line that describes the result, or '' for no line."""
+        """Return a line that describes the result, or '' if no line must be printed."""
         return f"{self.label or self.name}: {result}"
 
 

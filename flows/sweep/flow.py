@@ -88,10 +88,10 @@ class SweepWorker:
         self._train = train
 
     def run(self, *, whole: bool = True) -> str:
-        """Train points until all have ended or the budget is used up. Return the last error or ''.
+        """Train points until all have ended or the budget is used up. Return the last point's error, or ''.
 
-        If `whole` is false, stop after one point. If no point is free, wait for other processes. Points that killed
-        processes left unfinished are continued.
+        If `whole` is false, stop after one point. If no point is free, wait for other processes. If the process of a
+        point was killed before the point ended, the point is continued.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():

@@ -43,7 +43,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The result of a sweep. `points`: the best is first. `num_runs` and `num_steps` count only this call's work."""
+    """The result of a sweep. The best point is the first of `points`.
+
+    `num_runs` and `num_steps` count only the work of this call.
+    """
 
     sweep_id: str
     folder: Path
@@ -113,7 +116,10 @@ def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlfl
 
 
 def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """Write the best point with its first seed as an experiment. Return the file, or None if no point is finished."""
+    """Write an experiment file with the settings of the best point and its first seed.
+
+    Return the file, or None if no point is finished.
+    """
     if not rows or rows[0]["state"] != "finished":
         return None
     best, file = rows[0], sweep.folder / BEST_FILE
@@ -129,7 +135,10 @@ def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
 
 
 def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """Write a comparison of all runs on disk with a score. Return its HTML file, or None for fewer than two runs."""
+    """Compare all runs that have a score and are on disk, and write the comparison to files.
+
+    Return the HTML file, or None if there are fewer than two such runs.
+    """
     runs = [Path(run["run_dir"]) for row in rows for run in row["runs"] if run["score"] is not None]
     there = [run_dir for run_dir in dict.fromkeys(runs) if (run_dir / JOURNAL_FILE).is_file()]
     if len(there) < MIN_RUNS_TO_COMPARE:
@@ -228,7 +237,7 @@ def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
 
 
 def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
-    """Log a sweep's parameters, scores and files and the description `about` to its MLflow run, and end this run."""
+    """Log a sweep's parameters, scores, files and description (`about`) to its MLflow run. Then end this MLflow run."""
     if (run := result.mlflow_run_id) is None:
         return
     with _log_mlflow_failure("the results of the sweep"):

@@ -40,7 +40,7 @@ from rlcore.tracking.journal import read_journal
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""The names of a trial's attributes. A trial lacks `settings` if its process was killed too early."""
+"""The names of a trial's attributes. A trial lacks `settings` if its process was killed before it stored them."""
 SEED_STRIDE = 100_003  # distance between the sampler seeds of two search seeds; each point has its own
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
@@ -48,10 +48,12 @@ LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, wh
 class PairedPruner(BasePruner):
     """A pruner that ends a trial if the best trial beats it on the same held-out problems.
 
-    The best trial beats another if its mean score is better and the interval of the paired difference (see
-    `paired_difference`) excludes 0. A trial is compared whenever it has a new score. At its k-th score, a trial among
-    the best n / (k + 1) of the n scored trials always continues, because early scores are less reliable. Trials without
-    common problems are not compared.
+    Whenever a trial has a new score, it is compared with the best trial at the same step. The trial ends if the best
+    trial has a better mean score and the interval of the paired difference (see `paired_difference`) excludes 0.
+
+    Let k be the number of the trial's scores, and n the number of trials that have a score. A trial among the best
+    n / (k + 1) trials (rounded up) always continues, because early scores are less reliable. A trial also continues if
+    it has no problem in common with the best trial.
     """
 
     def __init__(self, confidence: float) -> None:
@@ -169,7 +171,7 @@ class SweepStudy:
 
 
 class BudgetTracker:
-    """The runs, steps and hours that one call of a sweep has used. All processes share them in the study."""
+    """The runs, steps and hours that one call of a sweep has used. They are stored in the study for all processes."""
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
         self.call = call
@@ -294,7 +296,10 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """Return the step of a run's newest checkpoint, or 0 if reading fails. The run's start then raises the error."""
+    """Return the step of a run's newest checkpoint, or 0 if there is none or an error occurs.
+
+    The error is ignored here, because the start of the run raises it again.
+    """
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)

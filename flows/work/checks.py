@@ -145,7 +145,10 @@ def require_device(config: RunConfig) -> None:
 
 
 def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
-    """Check for a dry run that the packages and the device exist and that the run fits into the device's memory."""
+    """Make the checks of a dry run: the packages and the device exist, and the run fits into the device's memory.
+
+    If the run is done, nothing is checked.
+    """
     if not plan.is_done:
         _require_packages(config)
         _require_memory(config, plan)

@@ -288,8 +288,11 @@ class MlflowRecord:
             task.add_done_callback(self._warn_of_failure)
 
     def finish(self, report: ReportPage | None, last: ExportedWeights, best: ExportedWeights) -> MlflowContents:
-        """Write the rest of the journal, the report, validations and weights within a deadline. `report` is None if the
-        run has none yet."""
+        """Send the report, the validations, the weights and all unsent metrics to MLflow.
+
+        If this fails or a deadline passes, log a warning and return the previous record. `report` is None if the run
+        has no report yet.
+        """
         run, known = self._run, self._known
         has_report = known.report in (report_fingerprint(run.layout), report_digest(run.layout, report))
         is_there = has_report and known.models == models_digest(run.config, last, best)

@@ -47,8 +47,8 @@ def checkpoint_store(config: RunConfig) -> CheckpointStore:
 
 
 def committed_step(config: RunConfig) -> int:
-    """Return the step of the newest complete checkpoint, or 0 if there is none. Raises CheckpointError if all are
-    broken, or if the newest one was written with other settings.
+    """Return the step of the newest complete checkpoint, or 0 if there is no checkpoint. Raises CheckpointError if all
+    checkpoints are broken, or if the newest one was written with other settings.
     """
     found = checkpoint_store(config).latest(verify=False)
     return 0 if found is None else found.step
@@ -69,8 +69,8 @@ SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
     """Raise CheckpointError if the code, data or models of a run differ from the run's record, or if the run has more
-    steps than `trainer.total_steps`. The message lists the changes. `inputs`: the current inputs, or None to leave the
-    filtered rows out of the comparison.
+    steps than `trainer.total_steps`. The message lists the changes. `inputs` has the current inputs. If it is None, the
+    filtered rows are not compared.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):  # the run has not begun

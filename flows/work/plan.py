@@ -38,9 +38,10 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """The disk space of a run in bytes. `needed_bytes` covers the checkpoints still to be written and `reserve_bytes`.
+    """The disk space of a run in bytes. `reserve_bytes` is the space that must stay free.
 
-    `reserve_bytes` is the space that must stay free. `checkpoint_bytes` is None if the size of a checkpoint is unknown.
+    `needed_bytes` is the space for the checkpoints that are not written yet, plus `reserve_bytes`. `checkpoint_bytes`
+    is None if the size of a checkpoint is unknown.
     """
 
     checkpoint_bytes: int | None

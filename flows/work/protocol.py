@@ -45,7 +45,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """The event that a checkpoint after `step` was saved completely to the folder `path`."""
+    """The event that reports a complete checkpoint. `step` is the step of the checkpoint, and `path` is its folder."""
 
     step: int
     path: str
@@ -53,7 +53,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """The event that a model was validated. `summary` has the held-out metrics."""
+    """The event that reports the validation of a model. `summary` has the held-out metrics."""
 
     name: str
     step: int
@@ -62,7 +62,10 @@ class Validated:
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """An event without its own class, such as paused_for_disk or an alarm. `data["text"]` is a message for users."""
+    """An event for which there is no separate class, such as `paused_for_disk` or an alarm.
+
+    `data["text"]` is a message for users.
+    """
 
     name: str
     data: Mapping[str, Any]
@@ -70,7 +73,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The reply of the trainer process that a command has succeeded, with the command's result."""
+    """The trainer process's reply when a command has succeeded. It contains the command's result."""
 
     command: str
     result: Mapping[str, Any]
@@ -78,14 +81,17 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The reply of the trainer process that a command has failed, with the class and message of its error."""
+    """The trainer process's reply when a command has failed. It contains the class and message of the error."""
 
     command: str
     type: str
     message: str
 
     def error(self) -> MillraceError:
-        """Return the trainer's error as an exception of class `type`, or MillraceError if `rlcore.errors` lacks it."""
+        """Return the trainer's error as an exception of the class that `type` names.
+
+        If `rlcore.errors` has no such class, the exception is a MillraceError.
+        """
         found = getattr(rlcore.errors, self.type, None)
         if isinstance(found, type) and issubclass(found, MillraceError):
             return found(self.message)

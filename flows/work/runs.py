@@ -142,7 +142,7 @@ def is_stop_requested(run_dir: Path, worker: Holder | None) -> bool:
 
 
 def resume_hint(run_dir: Path) -> str:
-    """Return a text that explains how to resume a run that has ended: by the same command or by a retry in Prefect."""
+    """Return a text that explains how to resume an ended run: by the run's command, or by a retry in Prefect."""
     last = read_holder(run_dir / RUN_LOCK)
     if last is None or not last.command.endswith(FLOW_RUN_COMMAND):
         return SAME_COMMAND

@@ -56,8 +56,11 @@ _DEVICES = TypeAdapter(tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """The slots of a workspace at one moment. `devices`: the device of each slot, '' on a CPU. `holders`: the request
-    that holds each used slot, by the number of the slot. `waiting`: the waiting requests in the order of service."""
+    """The slots of a workspace at one moment. `devices` has the GPU of each slot, or '' if it has no assigned GPU.
+
+    `holders` maps the number of each used slot to the request that holds the slot. `waiting` has the waiting requests.
+    The request that is served next is first.
+    """
 
     devices: tuple[str, ...]
     holders: Mapping[int, SlotRequest]
@@ -185,7 +188,7 @@ class Slots:
 
 
 class HeldSlots:
-    """The slots that a run has acquired. `descriptors`: the file descriptors of their lock files.
+    """The slots that a run has acquired. `descriptors` has the file descriptors of the slots' lock files.
 
     A trainer inherits the descriptors. `environment` limits the trainer to the slots' devices (`CUDA_VISIBLE_DEVICES`).
     """

@@ -77,7 +77,7 @@ class LogTail:
         return _text(self._rest)
 
     def last_lines(self, num_lines: int) -> list[str]:
-        """Return the last lines that are not empty. The result is empty if the file was deleted."""
+        """Return the last `num_lines` lines that are not empty, or [] if the file was deleted."""
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
             lines = [_text(line) for line in file.read().split(b"\n")]
@@ -93,8 +93,10 @@ class TrainerProcess:
     """A trainer process. The first `call` starts it. If the process is lost, the next `call` starts a new process.
 
     Use it as a context manager in the main thread, because the process ends with the thread that started it. The
-    process inherits `lock`, the file descriptor of the run's lock or None. An exception from `on_event`, `on_line` or
-    `on_wait` stops the process. The process then has `stop_wait_s` seconds to finish its step and save a checkpoint.
+    process inherits `lock`, the file descriptor of the run's lock, unless `lock` is None.
+
+    An exception from `on_event`, `on_line` or `on_wait` stops the process. The process then has `stop_wait_s` seconds
+    to finish its step and save a checkpoint.
     """
 
     def __init__(
@@ -363,7 +365,10 @@ class _Child:
 
 
 def trainer_logs(folder: Path) -> dict[int, Path]:
-    """Return the logs of a run's trainer processes by number. A copy of a log has no number and is skipped."""
+    """Return the log files of a run's trainer processes. The keys are the numbers of the processes.
+
+    A copy of a log file has no number in its name and is skipped.
+    """
     numbers = {path: path.stem.removeprefix("trainer-") for path in folder.glob("trainer-*.log") if path.is_file()}
     return {int(number): path for path, number in numbers.items() if number.isdecimal()}
 

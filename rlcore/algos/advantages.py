@@ -85,12 +85,14 @@ def group_advantages(
 
 
 def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]) -> Scores:
-    """Normalize each component of the score within its group before summing, so that no component dominates.
+    """Return advantages for scores with K components. Each component is normalized within each group before the
+    components are summed, so that no component dominates.
 
         A_k = (s_k - mean) / (std + 1e-6)              for each component, the same formula that grpo uses
         A   = whiten(sum_k w_k A_k)                    over all responses of the batch
 
-    This is GDPO, Liu et al. 2026, arXiv:2601.05242. The values of `scores` are not used."""
+    This is GDPO, Liu et al. 2026, arXiv:2601.05242. `parts` has the components s_k, and `part_weights` has the weights
+    w_k. The values of `scores` are not used."""
     columns = [group_advantages(part, group_ids, method="grpo") for part in parts.double().unbind(1)]
     summed = torch.stack(columns, dim=1) @ part_weights.double()
     return whiten_weighted(summed, torch.ones_like(summed)).to(scores.dtype)
@@ -99,8 +101,8 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
 def pass_at_k(
     scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
 ) -> Scores:
-    """Return advantages for a reward of whole sets of k responses: 1 if at least one response of a set is correct,
-    otherwise 0. A correct response has a score of at least `threshold`.
+    """Return advantages for a reward that a set of k responses gets as a whole. The reward is 1 if at least one
+    response of the set is correct, otherwise 0. A correct response has a score of at least `threshold`.
 
         p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
         A = (1 - p) / sigma                        for a correct response: every set that contains it passes
@@ -199,8 +201,8 @@ def reinforce_pp(rewards: Floats, mask: Mask, sequence_ids: Ids, *, gamma: float
 
 
 def group_members(group_ids: Counts) -> tuple[Counts, Int[Tensor, "P"]]:
-    """Return the group index of each response and the size of each group, for any integer ids. Synchronizes with the
-    device.
+    """Return the group index of each response, and the size of each group. The ids may be any integers. The call
+    synchronizes with the device.
 
     >>> members, sizes = group_members(torch.tensor([7, 3, 7]))
     >>> members.tolist(), sizes.tolist()

@@ -31,7 +31,8 @@ class Denominator:
 
 
 def segment_sum(values: Floats, sequence_ids: Ids, num_sequences: int) -> Float[Tensor, "{num_sequences}"]:
-    """Return each sequence's sum, in float64 and rounded once, so that a GPU's order of addition does not matter."""
+    """Return the sum of each sequence's values. Sums are computed in float64 and rounded once, so that a GPU's order of
+    addition does not matter."""
     sums = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return sums.index_add(0, sequence_ids, values.double()).to(values.dtype)
 
@@ -63,7 +64,7 @@ def aggregate(
         seq-mean-token-mean       sum_n (sum_{t in n} l_t / |n|) / N    GRPO, Shao et al. 2024, arXiv:2402.03300
         seq-mean-token-sum-norm   sum_t l_t / (N C)                Dr.GRPO, Liu et al. 2025, arXiv:2503.20783
 
-    `|n|` is the number of response tokens of sequence n, which must be whole in one micro-batch. M, N and C are
+    `|n|` is the number of response tokens of sequence n. A micro-batch must contain whole sequences. M, N and C are
     `num_tokens`, `num_sequences` and `norm_tokens` of `denominator`. The argument `num_sequences` counts the sequences
     of this micro-batch."""
     match mode:
@@ -109,7 +110,8 @@ def token_covariance(logprobs: Floats, advantages: Floats, mask: Mask) -> Floats
 
 
 def clipped_by_covariance(covariance: Floats, draws: Floats, mask: Mask, *, settings: ClipCovConfig) -> Mask:
-    """Return the mask of the tokens that Clip-Cov clips (Cui et al. 2025, arXiv:2505.22617). These are the tokens with
-    `low < covariance < high` and the largest random `draws`, at most `ceil(share M)` of M response tokens."""
+    """Return the mask of the tokens that Clip-Cov clips (Cui et al. 2025, arXiv:2505.22617). Of the response tokens
+    with `low < covariance < high`, it clips those with the largest random `draws`. It clips at most `ceil(share M)`
+    tokens, where M is the number of response tokens."""
     inside = mask & (covariance > settings.low) & (covariance < settings.high)
     return inside & (_ranks(draws, inside).double() / mask.sum().clamp(min=1) < settings.share)

@@ -48,8 +48,9 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return `function` with bound keyword arguments: the `options`, and each entry of `given` that the signature
-    declares or `always` names. Raises ConfigError if an option is unknown, missing, or of a wrong type."""
+    """Return `function` with bound keyword arguments: the `options`, and each entry of `given` whose name is in
+    `always` or is a keyword-only parameter of the function. Raises ConfigError if an option is unknown, missing, or of
+    a wrong type."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 
@@ -96,7 +97,7 @@ def _wrong_options(function: Callable[..., Any], key: str, error: ValidationErro
 
 
 def resolve_policy_loss(name: str) -> PolicyLossFunction:
-    """Return the policy loss function of `name`. Raises ConfigError if it does not exist."""
+    """Return the policy loss function that `name` refers to. Raises ConfigError if there is no such function."""
     return find_function("algo.policy_loss", name, POLICY_LOSSES)
 
 
@@ -106,7 +107,9 @@ def has_argument(name: str, argument: str) -> bool:
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Bind the options and `given` to the policy loss of the settings. Raises ConfigError for wrong settings."""
+    """Return the policy loss function that the settings name, with bound keyword arguments. These are its options,
+    `settings`, and each entry of `given` that the function declares. Raises ConfigError if the name or an option is
+    wrong."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
@@ -166,7 +169,8 @@ def require_policy_loss(settings: AlgoConfig) -> None:
 
 
 def require_advantage(settings: AlgoConfig) -> None:
-    """Try a custom advantage on two prompts with three responses each. Raises the errors of `require_policy_loss`."""
+    """Try a custom advantage on two prompts with three responses each. Raises ConfigError if the name or an option is
+    wrong, and TrialError if the call fails or its result is unusable."""
     scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     parts, weights = torch.stack([scores, 1 - scores], dim=1), torch.tensor([1.0, 0.5])
 
@@ -183,8 +187,9 @@ def require_advantage(settings: AlgoConfig) -> None:
 
 
 def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> None:
-    """Raise TrialError if `problem()` returns a message or raises an error, but raise a ConfigError unchanged. The
-    error's text contains `rule`, the function's `name`, and `data`, the description of its input."""
+    """Call `problem`. Raise TrialError if it returns a message or raises an error. A ConfigError is raised unchanged.
+    The message of the TrialError contains `rule`, the tried function's `name`, and `data`, the description of this
+    function's input."""
     try:
         text = problem()
     except ConfigError:
@@ -196,7 +201,8 @@ def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> Non
 
 
 def _error_text(name: str, error: Exception) -> str:
-    """Return the text of the error, with the number of the last line that ran in the custom function's file, if any."""
+    """Return the type and the message of the error. If the traceback passes through the custom function's file, add the
+    file and the number of its last line in the traceback."""
     function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

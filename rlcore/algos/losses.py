@@ -235,9 +235,9 @@ def top_k_forward_kl(teacher_logprobs: Float[Tensor, "T k"], policy_logprobs: Fl
 
 
 def kl_estimate(policy_logprobs: Floats, ref_logprobs: Floats, *, estimator: KlEstimator) -> Floats:
-    """Estimate KL(pi || pi_ref) at each sampled token, with `d = clamp(log pi - log pi_ref, -20, 20)`, differentiable
-    in pi.
+    """Return an estimate of KL(pi || pi_ref) at each sampled token. The estimate is differentiable in pi.
 
+        d                clamp(log pi - log pi_ref, -20, 20)
         k1               d
         k2               d^2 / 2
         k3, low_var_kl   min(exp(-d) - 1 + d, 10)
@@ -299,9 +299,9 @@ def rejection_mask(
         sequence-sum, -mean        |sum or mean of k over its response| > bound
         sequence-max               max |k_t| over its response > bound
 
-    `k_t` is the estimate of KL(behavior || old) (`kl_estimate`). `bound` is log(cap) for k1, otherwise cap. A NaN is
-    not rejected, so that it is reported. Sources: veRL's rollout correction, Liu et al. 2025, "When Speed Kills
-    Stability"."""
+    `k_t` is the estimate of KL(behavior || old) (`kl_estimate`). `bound` is log(cap) for k1, otherwise cap. A token
+    with a NaN is not rejected, so that the NaN is reported. Sources: veRL's rollout correction, Liu et al. 2025, "When
+    Speed Kills Stability"."""
     distance = masked(kl_estimate(behavior_logprobs, old_logprobs, estimator=settings.estimator), mask).detach()
     match settings.level:
         case "off":

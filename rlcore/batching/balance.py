@@ -1,8 +1,9 @@
 """Assignment of sequences to mini-batches, ranks and micro-batches, balanced by cost under a token budget.
 
 The largest differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982) balances
-ranks and micro-batches. Several ranks wait for each other at every micro-batch, so the cost is the number of
-operations. For a single rank, the cost is the number of tokens, which determines the memory."""
+ranks and micro-batches. If there are several ranks, they wait for each other at every micro-batch. Their cost is
+therefore the number of operations. For a single rank, the cost is the number of tokens, because this number determines
+the memory."""
 
 import bisect
 import functools
@@ -75,7 +76,8 @@ def _spread(parts: Sequence[_Part], num_parts: int) -> int:
 
 
 def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Exchange indices between the heaviest part and another part while that makes the heaviest part lighter."""
+    """Exchange indices between the heaviest part and another part, until no exchange makes the heaviest part lighter or
+    this part's sum is close enough to the mean."""
     sums = [sum(lengths[i] for i in part) for part in parts]
     enough = (1 + BALANCE_TOLERANCE) * sum(sums) / len(sums)
     while max(sums) > enough:
@@ -216,9 +218,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the token limit
-    of a micro-batch. With `share_prompts`, all responses to a prompt go to the same rank, if prompts have equally many
-    responses and ranks can get equally many prompts."""
+    """A balancer that assigns the same number of sequences to each rank, so that all ranks have nearly the same total
+    cost. `max_tokens`: the token limit of a micro-batch. With `share_prompts`, all responses to a prompt go to the same
+    rank, if prompts have equally many responses and ranks can get equally many prompts."""
 
     num_ranks: int
     max_tokens: int
@@ -273,8 +275,9 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the number of bins of size `budget`. A length above `budget` has its own bin. The bound
-    is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
+    """Return a lower bound on the number of bins of size `budget` that are needed for `lengths`. A length above
+    `budget` has its own bin. The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin
+    packing problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1

@@ -175,7 +175,8 @@ def _at(values: Tensor, places: Tensor | slice) -> Tensor:
 
 
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
-    """Return the batch of these sequences, in this order, without a copy if all are chosen."""
+    """Return a batch of the sequences with these indices, in this order. If this is the whole batch, return it without
+    a copy."""
     places = _gather_indices(batch, sequences)
     return batch if places is None else _select_tokens(batch, *places)
 
@@ -196,7 +197,8 @@ def _select_tokens(batch: PackedBatch, index: Tensor | slice, tokens: Tensor | s
 
 
 def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
-    """Return the training batch of these sequences, in this order, without a copy if all are chosen."""
+    """Return a training batch of the sequences with these indices, in this order. If this is the whole batch, return it
+    without a copy."""
     places = _gather_indices(batch.packed, sequences)
     if places is None:
         return batch
@@ -211,7 +213,8 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Undo `select`: combine the token values of selections into one tensor [T, ...] of the whole batch."""
+    """Undo `select`: combine the token values of several selections into one tensor [T, ...] for the whole batch.
+    `sequences`: the sequence indices of each selection."""
     whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part

@@ -39,8 +39,9 @@ class Demonstration:
     """A whole conversation as tokens. `is_target`: True for tokens to learn, including the end token of each response.
 
     `misdirected`: the same prompt with a response to another problem, or None. `rejected`: the rejected response of a
-    pair, or None. `reference`: the initial policy's log-probability of each target. For a pair, the log-probabilities
-    of the chosen response come first. They are NaN until `SupervisedTrainer.fill_reference` computes them."""
+    pair, or None. `reference`: for a pair, the initial policy's log-probabilities of the targets in the chosen
+    response, followed by those in the rejected response. They are NaN until `SupervisedTrainer.fill_reference` computes
+    them. Without a pair, `reference` is empty."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
@@ -227,8 +228,8 @@ class MixedStream(PromptStream[Prompt]):
         self._places = np.empty(0, dtype=np.int64)
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """Set the weight of each prompt. `weights` contains the prompts of the first data source, then those of the
-        next one.
+        """Set the weight of each prompt for the draws from the next position on. `weights` has one entry per prompt:
+        first the prompts of the first data source, then those of the next data source.
         """
         ends = np.cumsum([len(stream) for stream in self._streams])[:-1]
         for stream, mine in zip(self._streams, np.split(weights, ends), strict=True):
@@ -263,7 +264,7 @@ class MixedStream(PromptStream[Prompt]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassCounts:
-    """The pass counts of R training rows. A row has s scored responses, of which c are correct.
+    """The pass counts of R training rows. A row has s scored responses (`samples`), of which c are correct (`passes`).
 
     A step with n scored and k correct responses changes s to `fade s + n` and c to `fade c + k`. A row has the weight 1
     if s = 0 or c / s is inside `band`, otherwise `rest_weight`. `fade`, `band` and `rest_weight` are settings of
@@ -279,7 +280,8 @@ class PassCounts:
 
     @classmethod
     def read(cls, text: str, num_rows: int) -> "PassCounts":
-        """Decode a string that `text` returned. Raises CheckpointError if the string does not have `num_rows` rows."""
+        """Decode a string that the method `text` returned. Raises CheckpointError if the string does not have
+        `num_rows` rows."""
         found = np.frombuffer(base64.b64decode(text), dtype="<f4")
         if found.size != 2 * num_rows:
             raise CheckpointError(

@@ -185,7 +185,8 @@ def _read_record(directory: Path) -> OptimizerRecord:
 def load_optimizer(
     directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:
-    """Load the saved state into the optimizer, in place if possible. Raises CheckpointError if it does not fit."""
+    """Load the saved state into the optimizer, in place if possible. Raises CheckpointError if the state does not fit
+    the optimizer."""
     record = _read_record(directory)
     named = dict(named_parameters(model))
     names = {parameter: name for name, parameter in named.items()}
@@ -231,7 +232,8 @@ def _state_tensor(
 
 
 def export_checkpoint(info: CheckpointInfo, config: RunConfig, initial_policy: str | Path, target: Path) -> Path:
-    """Export a checkpoint's weights on the CPU with `export_transformers`. Raises CheckpointError if it is damaged."""
+    """Load a checkpoint's weights on the CPU, and write them to `target` with `export_transformers`. Return `target`.
+    Raises CheckpointError if the checkpoint is damaged."""
     verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:
@@ -254,8 +256,8 @@ def export_transformers(
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
     """Write the weights `policy_state` as a transformers directory. Add the configuration and the tokenizer of the
-    initial policy. Replace an earlier export by one rename. `facts`: entries for the manifest. If `lora` is set,
-    `policy_state` must contain the merged weights. The subfolder `adapter` then gets `adapters` in PEFT's format.
+    initial policy. An earlier export is replaced in a single rename. `facts`: entries for the manifest. If `lora` is
+    set, `policy_state` must contain the merged weights. The subfolder `adapter` then gets `adapters` in PEFT's format.
     Raises DiskSpaceError if the disk is full, and ModelError if the tokenizer cannot be read. Raises CheckpointError if
     `target` cannot be written or is not an export."""
     source = str(model_dir_for_config)

@@ -107,8 +107,9 @@ class _Save:
 
 
 class CheckpointSaver:
-    """A saver of a run's checkpoints, one at a time. `wait_for_room(num_bytes, step)` waits for free disk space.
-    `phase()` returns a context manager that limits the time of all other disk operations that training waits for."""
+    """A saver of a run's checkpoints, one at a time. `wait_for_room(num_bytes, step)` waits until `num_bytes` bytes are
+    free on the disk. `phase()` returns a context manager that limits the time of all other disk operations that
+    training waits for."""
 
     def __init__(
         self,
@@ -124,9 +125,9 @@ class CheckpointSaver:
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], each: EachRank
     ) -> int | None:
         """Copy the state of every rank, wait for disk space and begin to write the copies. Then return None, and
-        training may continue. If a rank has no memory for its copy, complete the checkpoint first and return its step.
-        `record`: a function that returns the trainer's state. Raises CheckpointError if the folder cannot be written,
-        and the errors of `wait_for_room`."""
+        training may continue. If a rank has no memory for its copy, complete the checkpoint before returning, and
+        return the checkpoint's step. `record`: a function that returns the trainer's state. Raises CheckpointError if
+        the folder cannot be written, and the errors of `wait_for_room`."""
         assert self._save is None, "settle or abandon the save before this one first"
         copies = each(RankSaver.copy)
         needed_bytes = int(sum(size for size, _ in copies) * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES

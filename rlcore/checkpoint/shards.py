@@ -52,7 +52,8 @@ OPTIMIZER_FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The indices `offset[d] <= i < offset[d] + shape[d]` in each dimension d of a whole tensor."""
+    """A rectangular region of a whole tensor. In each dimension d, it has the indices from `offset[d]` to `offset[d] +
+    shape[d] - 1`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -289,7 +290,8 @@ class BaseRecord:
             ) from reason
 
     def require(self, directory: Path) -> None:
-        """Raise CheckpointError if a checkpoint's adapters were trained over another base."""
+        """Raise CheckpointError if the adapters of the checkpoint in `directory` were trained over a base other than
+        this one."""
         saved = self.read(directory)
         remedies = {
             "base": f"Set model.lora.base={saved.base}",
@@ -306,7 +308,8 @@ class BaseRecord:
 
 
 def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
-    """Return the current state of the optimizer except for its tensors."""
+    """Return a record of the optimizer's current state. It has the names of the state's tensors, but not their
+    values."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     groups = []
     state_tensors: dict[str, tuple[str, ...]] = {}
@@ -335,7 +338,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
-    """Return this rank's shards without copying them. Raises CheckpointError for an unknown placement."""
+    """Return this rank's shards without copying them. Raises CheckpointError if a DTensor has a placement other than
+    Shard or Replicate."""
     rank, world_size = rank_and_world_size()
     parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)

@@ -234,12 +234,13 @@ class CheckpointStore:
 
 @cache
 def _warn_once(text: str) -> None:
-    """Log a warning once in this process, since a flow searches for the newest checkpoint many times."""
+    """Log a warning only once per process, because a Prefect flow searches for the newest checkpoint many times."""
     log.warning("%s", text)
 
 
 def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """Raise CheckpointError with the differences if a checkpoint has other settings than `settings`."""
+    """Raise CheckpointError if a checkpoint was made with other settings than `settings`. The message lists the
+    differences. `fingerprint`: the fingerprint of `settings`, which is compared with that of the checkpoint."""
     if info.settings_fingerprint == fingerprint:
         return
     both = (_read_settings(info.path / SETTINGS), settings)

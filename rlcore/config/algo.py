@@ -51,8 +51,8 @@ class KlConfig(Section):
         EffectiveWhen(".where", unless="reward", of="k2 k3 low_var_kl", remedy="Set algo.kl.estimator=k1",
                       why="algo.kl.where=reward near the reference: its policy gradient vanishes, as d^2 / 2 does"),
     ] = "auto"  # fmt: skip
-    """The estimator of each token's KL divergence. `low_var_kl` is another name of `k3`. `auto` is `k1` in the reward
-    and `low_var_kl` in the loss."""
+    """The estimator of each token's KL divergence. `low_var_kl` is another name of `k3`. `auto` means `k1` if the KL
+    term is in the reward, and `low_var_kl` if it is in the loss."""
     coef: float = Field(default=0.001, ge=0)
     """The coefficient of the KL term. If `adaptive` is true, the controller starts from this coefficient."""
     adaptive: bool = False
@@ -72,7 +72,8 @@ class KlConfig(Section):
 
     @property
     def estimator_in_use(self) -> KlEstimator:
-        """The estimator of the KL term, where `auto` is replaced by `k1` in the reward or `low_var_kl` in the loss."""
+        """The estimator of the KL term. If the setting is `auto`, this is `k1` for a KL term in the reward, and
+        otherwise `low_var_kl`."""
         if self.estimator != "auto":
             return self.estimator
         return "k1" if self.where == "reward" else "low_var_kl"
@@ -107,8 +108,8 @@ class RejectionConfig(Section):
     """The estimator of a token's divergence KL(sampler || trainer). The names have the same meaning as in
     `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """The largest accepted divergence, in nats with k2 or k3. With k1, `cap` is a ratio of probabilities above 1, and
-    the largest accepted divergence is log(cap)."""
+    """The largest accepted divergence, in nats, if the estimator is k2 or k3. With k1, `cap` is a ratio of two
+    probabilities. This ratio must be above 1, and the largest accepted divergence is its logarithm, log(cap)."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -127,7 +128,8 @@ class TeacherConfig(Section):
     """The number of the teacher's likeliest tokens from which KL(teacher || policy) is computed. This KL divergence is
     added to the loss. If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead."""
     coef: float = Field(default=1.0, gt=0)
-    """The weight of the teacher's advantage if `top_k` is 0. Otherwise, the weight of the KL divergence in the loss."""
+    """The weight of the teacher's advantage if `top_k` is 0. Otherwise, `coef` is the weight of the KL divergence in
+    the loss."""
     with_reward: bool = False
     """Learn from the rewards as well as from the teacher. If false, rewards do not affect the update."""
     base: Literal["native", "nf4"] = "native"
@@ -144,7 +146,7 @@ class TeacherConfig(Section):
         return (self.path, *self.by_source.values())
 
     def index_of(self, data_source: str) -> int:
-        """Return the index in `paths` of the teacher for a data source."""
+        """Return the position in `paths` of the teacher that is used for a data source."""
         return list(self.by_source).index(data_source) + 1 if data_source in self.by_source else 0
 
 
@@ -152,8 +154,9 @@ class ClipCovConfig(Section):
     """Clip-Cov. Tokens with a high covariance of log-probability and advantage are excluded from the policy loss."""
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """The largest share of a mini-batch's response tokens that are excluded. They are chosen at random from the tokens
-    with a covariance between `low` and `high`. Cui et al. (2025) use 0.0002. With 0, no token is excluded."""
+    """The largest share of a mini-batch's response tokens that may be excluded. The excluded tokens are chosen at
+    random from the tokens with a covariance between `low` and `high`. Cui et al. (2025) use 0.0002. With 0, no token is
+    excluded."""
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
@@ -196,7 +199,7 @@ class OverlongConfig(Section):
             only_with="algo.overlong.enabled",
         ),
     ] = Field(default=None, ge=1)
-    """The number of tokens before the length limit over which the penalty grows. If null, this number is a quarter of
+    """The penalty grows over this number of tokens before the length limit. If null, this number is a quarter of
     `rollout.max_response_tokens`, rounded down, but at least 1."""
     penalty: Annotated[float, EffectiveWhen(".enabled")] = Field(default=1.0, ge=0)
     """The penalty on a response that reaches the length limit."""

@@ -22,8 +22,8 @@ from rlcore.errors import ConfigError
 Run = Any
 """A placeholder for the type `RunConfig`. An import of this type here would be circular."""
 FILE_ENDINGS = (".yaml", ".yml")
-"""The endings of settings files. An experiment, suite or sweep that the user gives with such an ending is a path. Any
-other value is the name of a file in `conf_dirs`."""
+"""The endings of settings files. If the user names an experiment, suite or sweep by a text with such an ending, the
+text is a path. Any other text is the name of a file in `conf_dirs`."""
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The folder of the groups, experiments, suites and sweeps that come with Millrace."""
@@ -40,13 +40,14 @@ GROUPS = {
 }
 """The groups of settings, each with the option that is chosen by default."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""The groups whose options have different keys. An experiment's file can choose an option and set its keys. If the user
-chooses another option of the group, these keys of the file are dropped.
+"""The groups whose options have different keys. An experiment's file can choose an option and set keys of this option.
+If the user chooses another option of the group, the keys that the file sets for its own option are dropped.
 """
 
 
 def conf_dirs() -> list[Path]:
-    """Return the user's folder of groups, experiments, suites and sweeps if there is one, and then `CONF_DIR`."""
+    """Return the folders with groups, experiments, suites and sweeps: first the user's folder, if one is set, and then
+    `CONF_DIR`. Raises ConfigError if the user's folder does not exist."""
     own = os.environ.get(CONFIG_DIR_VARIABLE)
     if own and not Path(own).is_dir():
         raise ConfigError(
@@ -56,7 +57,8 @@ def conf_dirs() -> list[Path]:
 
 
 def group_members(group: str) -> tuple[str, ...]:
-    """Return the sorted names of the files in `<group>/` of all `conf_dirs`."""
+    """Return the sorted names of a group's options: the files in the subfolder `<group>` of each folder in
+    `conf_dirs`."""
     return tuple(sorted({file.stem for folder in conf_dirs() for file in (folder / group).glob("*.yaml")}))
 
 
@@ -67,7 +69,8 @@ def member_file(group: str, name: str) -> Path:
 
 
 def expand_path(path: str) -> Path:
-    """Return a path with `~` expanded. If `~name` names no user, return it unchanged, unlike Path.expanduser."""
+    """Return a path with `~` expanded. If `~name` names no user, return the path unchanged. Path.expanduser would raise
+    an error."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -181,9 +184,9 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A limit for the setting that declares it. The setting must, for example, `be at most` (`words`) the value of
-    `others`, a key or a sum of keys (`a + b`). If `words` is `divide`, `others` is a key or a product of keys
-    (`a x b`).
+    """A limit for the setting that declares it: a comparison (`words`) with other settings (`others`). For example, if
+    `words` is `be at most`, the setting must be at most the value of `others`. `others` is a key, or a sum of keys
+    (`a + b`). If `words` is `divide`, `others` is a key, or a product of keys (`a x b`).
 
     The limit is not checked if one of these settings is null or the setting in `only_with` is off. `remedy` can contain
     the placeholders `{bound}` (the value of `others`) and `{divisors}` (the largest divisors of this value).
@@ -349,8 +352,8 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Map each condition, paired with the dotted keys of the settings on which it depends (`by`), to the keys of the
-    settings and sections that declare it."""
+    """Return which settings and sections declare each condition, as a mapping to their keys. Each key of the mapping is
+    a pair: the condition, and the dotted keys of the settings on which the condition depends (`by`)."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

@@ -61,8 +61,8 @@ def report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
     """Report a pydantic error in `findings`, and remove the wrong value from `settings`. If the value is a number where
-    a string is required, convert it to a string instead. `texts`: for each key of an override, the number as the user
-    wrote it, or '' if the value is not a number."""
+    a string is required, convert the number to a string instead. `texts` maps each key that an override sets to its
+    number as the user wrote it, or to '' if the value is not a number."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -183,8 +183,8 @@ class SettingsFile:
 
 
 def experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[SettingsFile]:
-    """Return the files of an experiment, base files first. A problem in a file is added to `findings`, and the rules
-    between settings are then not checked."""
+    """Return the files of an experiment, base files first. If a file has a problem, the problem is added to `findings`,
+    and all settings are marked as unreliable, so that the rules between settings are not checked."""
 
     def wrong(rule: str, got: str, remedy: str) -> None:
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
@@ -250,8 +250,8 @@ def suites_in(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
-    """Return the entries of `named`. An entry that is the name of a suite or a path is replaced by the file's content.
-    Files that cannot be read are reported in `findings`."""
+    """Return the entries of `named`. An entry that is a suite's name or path is replaced by the content of the suite's
+    file. Files that cannot be read are reported in `findings`."""
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
         if isinstance(problem, Problem):
@@ -278,7 +278,7 @@ def _read(entry: str) -> dict[str, Any] | Problem:
 
 
 def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
-    """Return a run's settings with the data, seed, lengths and sampling of a suite."""
+    """Return a run's settings, in which the data, seed, lengths and sampling are replaced by those of a suite."""
     prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
     response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
     changes: dict[str, Any] = {

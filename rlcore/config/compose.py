@@ -337,8 +337,9 @@ def _path_of(key: str, settings: Any) -> list[str]:
 
 
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Return the settings as a `RunConfig`. Wrong values are removed and added to `findings`. `texts`: by key, each
-    number in an override as the user wrote it, for a setting that requires text."""
+    """Return the settings as a `RunConfig`. Wrong values are removed and added to `findings`. `texts` maps each key
+    that an override sets to its number as the user wrote it, or to '' if the value is not a number. A setting that
+    requires a string gets this text instead of the number."""
     while True:
         text = json.dumps(settings)
         try:

@@ -77,8 +77,8 @@ class Conversation(Section):
         EffectiveWhen("data.task warm_start.demonstrations", unless="null gsm8k mapped parquet",
                       remedy="Choose a task that draws its rows, such as data=countdown"),
     ] = Field(default=1, ge=0, lt=2**31)  # fmt: skip
-    """The seed with which a task draws its rows and chooses the held-out rows (docs/seeds.md), independent of the run's
-    `seed`."""
+    """The seed with which a task draws its rows and chooses the held-out rows (docs/seeds.md). It does not depend on
+    the run's `seed`."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".scorer", "", "must be `module:function`",
              lambda own, _: is_function_name(own.scorer), "Such as data.countdown:score"),
@@ -194,7 +194,8 @@ class MappedData(Conversation):
     """The subset of a hub dataset. '' selects the default subset."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     train_split: str = "train"
-    """The name of the training split. If `source` is a folder, this name is the file's name without the ending."""
+    """The name of the training split. If `source` is a folder, the name of the split is the name of its file without
+    the ending."""
     validation_split: str = "test"
     """The name of the held-out split."""
     question: str = "question"

@@ -348,7 +348,7 @@ class WarmStartConfig(Section):
     optim: OptimConfig = OptimConfig(lr=2e-5, weight_decay=0.0)
     """The optimizer. Its schedule spans `max_steps` steps, or fewer if `epochs` ends the stage earlier."""
     epochs: float | None = Field(default=None, gt=0)
-    """The number of passes over the demonstrations after which the stage ends. Null: no limit."""
+    """The stage ends after this number of passes over the demonstrations. Null: no limit."""
     max_steps: int = Field(default=1_200, ge=1)
     """The largest number of steps of the stage."""
     steps_per_chunk: Annotated[int, MayChange] = Field(default=100, ge=1)
@@ -362,11 +362,12 @@ class WarmStartConfig(Section):
     """The largest number of held-out demonstrations. At most a tenth of the rows of `demonstrations` is held out. If
     `demonstrations` is null, validation rows are used instead. With 0, no held-out loss is measured."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
-    """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
-    The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
+    """The stage ends after this number of consecutive measurements in which the held-out loss has not reached a new
+    minimum. Null: no limit. The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is
+    set."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
-    """The mean reward at which the stage ends, measured on sampled responses to training problems. If this limit is
-    set, the result is the stage's last weights. Null: no responses are sampled."""
+    """The stage ends as soon as the mean reward reaches this number. The reward is measured on sampled responses to
+    training problems. If this limit is set, the result is the stage's last weights. Null: no responses are sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
     """The number of training problems in each measurement of the reward. A number below 16 counts as 16."""
     misdirected_share: Annotated[
@@ -375,8 +376,8 @@ class WarmStartConfig(Section):
         EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym verifiers",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
-    """The share of demonstrations whose response is an equation for another target than the target in the prompt. Such
-    responses teach the format, but not how to find the right equation."""
+    """The share of demonstrations whose response is a wrong equation, with a value other than the target in the prompt.
+    Such responses teach the format, but not how to find the right equation."""
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",

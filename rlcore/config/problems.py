@@ -33,13 +33,14 @@ class Problem:
 
 @dataclass
 class Findings:
-    """The problems found in the settings, and the keys whose values cannot be trusted because of them. Rules that read
-    such a key are not checked."""
+    """The problems found in the settings, and the keys whose values cannot be trusted because of these problems. Rules
+    that read such a key are not checked."""
 
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
-    """The file that sets the value of each dotted key, and the file of the option that is chosen in each group."""
+    """A mapping from each dotted key to the file that sets its value, and from each group to the file of its chosen
+    option."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """The values without the overrides, by dotted key."""
 

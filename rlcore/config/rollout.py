@@ -334,8 +334,8 @@ class EvaluationConfig(Section):
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Return whether `other` has the same values except for `every_steps`, and so gives the same metrics for the
-        same weights."""
+        """Return whether `other` has the same values, with the possible exception of `every_steps`. If so, an
+        evaluation of the same weights gives the same metrics with both settings."""
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -387,7 +387,7 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether `metric` is the name of a suite's metric. Metrics of data sources with names such as
-        `<suite>/x` do not count."""
+        """Return whether `metric` is the name of a suite's metric. The metrics of a data source do not count, even if
+        the data source has a name such as `<suite>/x`."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

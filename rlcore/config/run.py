@@ -94,7 +94,7 @@ class AlarmConfig(Section):
     length: StepAction = "off"
     """The action if the share of responses that end at rollout.max_response_tokens is at least `length_share`."""
     length_share: Annotated[float, EffectiveWhen(".length")] = Field(default=0.95, gt=0, le=1)
-    """The limit of the share, from 0 to 1, of responses that end at rollout.max_response_tokens."""
+    """The alarm is raised if at least this share of the responses, from 0 to 1, ends at rollout.max_response_tokens."""
     checks = (
         rule(".kl", "algo.kl.where", "needs a reference to measure the KL from",
              lambda own, run: own.kl == "off" or run.algo.kl.where != "off",
@@ -352,7 +352,7 @@ def section_names() -> frozenset[str]:
 
 @cache
 def free_mappings() -> frozenset[str]:
-    """Return the settings that are mappings with names of the user's choice, such as `tags`."""
+    """Return the dotted keys of the settings that are mappings whose names the user chooses, such as `tags`."""
     return frozenset(name for name, (field, *_) in all_keys().items() if get_origin(field.annotation) is dict)
 
 

@@ -104,7 +104,7 @@ class Budget(Section):
     steps: int | None = Field(default=None, ge=1)
     """The largest total number of training steps, over all runs, in one call of `millrace sweep`."""
     hours: float | None = Field(default=None, gt=0)
-    """The number of hours since the start of the call after which no further run starts."""
+    """No further run starts when this number of hours has passed since the start of the call."""
 
 
 class Objective(Section):
@@ -180,8 +180,8 @@ def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Return points with which the settings of a search are checked before it starts. Together, they contain both ends
-    of each range and all values of each list."""
+    """Return points with which the settings of a search are checked before the search starts. Together, the points
+    contain both ends of each range and all values of each list."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }

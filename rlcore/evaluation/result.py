@@ -109,9 +109,9 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
-    """Return one value per problem (Float[P]) for each statistic. The name of a statistic is that of its metric without
-    `val-core/<data_source>/`. Samples without a score are ignored. Greedy statistics are left out unless every problem
-    has a greedy response. Raises DataError if problems have different numbers of samples."""
+    """Return one value per problem (Float[P]) for each statistic. The name of a statistic is the name of its metric
+    without the prefix `val-core/<data_source>/`. Samples without a score are ignored. Greedy statistics are left out
+    unless every problem has a greedy response. Raises DataError if problems have different numbers of samples."""
     k = num_samples(problems)
     found: dict[str, Array] = {}
     if k:
@@ -163,8 +163,8 @@ class ValidationResult:
         return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
-        """Return the mean of each column over problems with its confidence interval. A column has one value per problem
-        (Float[P])."""
+        """Return each column's mean over all problems, and the confidence interval of this mean. A column has one value
+        per problem (Float[P])."""
         if not columns:
             return {}
         table, settings = np.stack(list(columns.values()), axis=1), self.settings
@@ -198,9 +198,10 @@ class ValidationResult:
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics by name (see `rlcore/tracking/metrics.md`). `/ci_low` and `/ci_high` are the ends of an
-        interval. The first metric is the held-out reward, except in the result of a suite. If there are several data
-        sources, each source has its own metrics, and `val-core/all/...` covers all sources together."""
+        """Return the metrics by name (see `rlcore/tracking/metrics.md`). Metrics whose names end in `/ci_low` or
+        `/ci_high` are the bounds of a confidence interval. The first metric is the held-out reward, except in the
+        result of a suite. If there are several data sources, each source has its own metrics, and `val-core/all/...`
+        covers all sources together."""
         reward = self.intervals.get(self.reward_statistic) if not self.suite else None
         summary = {} if reward is None else {HELD_OUT_REWARD: reward.value}
         parts = [part.metrics() for part in self.by_source().values()]
@@ -249,7 +250,8 @@ class Comparison:
 
 
 def pass_curve(result: ValidationResult) -> dict[int, Interval]:
-    """Return pass_at_k with its interval, by k, for k = 1, 2, 4, ... and for k equal to the number of samples."""
+    """Return the mean pass_at_k and its confidence interval for k = 1, 2, 4, ... and for k equal to the number of
+    samples. The keys are the values of k."""
     result = result.scored_only
     k = result.num_samples
     ks = sorted({*(2**power for power in range(k.bit_length())), k} - {0})
@@ -260,8 +262,9 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
 
 
 def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
-    """Compare each statistic that two validations share, paired over their common problems. Raises DataError if the
-    validations share no scored problem, or if two problems with the same id differ."""
+    """Compare two validations on the scored problems that both contain. Each statistic that both validations have gives
+    one comparison. Raises DataError if the validations share no scored problem, or if two problems with the same id
+    differ."""
     first, second = first.scored_only, second.scored_only
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]

@@ -107,7 +107,7 @@ def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples
 
 
 def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 0.95) -> Interval:
-    """Return the share of correct problems with Wilson's score interval (Wilson 1927).
+    """Return the share `num_correct / num_problems` and its score interval (Wilson 1927).
 
     >>> round(wilson_interval(0, 30).high, 3)
     0.114

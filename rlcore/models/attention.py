@@ -334,7 +334,9 @@ def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def causal_band(num_new: int, num_seen: int, window: int | None, device: torch.device) -> Bool[Tensor, "L S"]:
-    """Return the causal mask of the last `num_new` of `num_seen` tokens. `window`: a sliding window's size or None."""
+    """Return a causal mask with one row for each of the last `num_new` tokens and one column for each of the `num_seen`
+    tokens. It is True where the row's token may attend to the column's token. `window`: the size of a sliding window,
+    or None."""
     at = torch.arange(num_seen - num_new, num_seen, device=device)[:, None]
     seen = torch.arange(num_seen, device=device)[None, :]
     causal = seen <= at

@@ -103,7 +103,8 @@ def resolve_model(path: str | Path, file_name: str) -> str:
 
 
 def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
-    """Return the end tokens of the first file with `eos_token_id`, or None. Raises ModelError for a damaged file."""
+    """Return the ids of the end tokens from the first file that defines `eos_token_id`, or None if no file defines it.
+    Raises ModelError if a file is damaged."""
     for file in files:
         if not file.is_file():
             continue
@@ -117,9 +118,9 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 
 
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
-    """Return what `read`, a loading function of transformers, loads. Remote code is not run, and only local files are
-    read if `path` is a directory or the hub is unreachable. Raises ModelError if `what` cannot be loaded from
-    `path`."""
+    """Call `read`, a loading function of transformers, and return its result. Remote code is never run. Only local
+    files are read if `path` is a directory or the hub is unreachable. Raises ModelError if the call fails. `what` names
+    the loaded object in the error message."""
     try:
         return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:

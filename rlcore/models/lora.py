@@ -112,7 +112,8 @@ def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"
 def dequantize_weight(
     packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Float[Tensor, "M N"]:
-    """Return the weights, level x scale in float32, rounded once to `dtype`."""
+    """Return the dequantized weights. Each weight is its level times the scale of its block, computed in float32 and
+    rounded once to `dtype`."""
     flat = torch.ops.bitsandbytes.dequantize_4bit.default(packed, scales, BLOCK, "nf4", [2 * len(packed)], dtype)
     return cast(Tensor, flat).view(-1)[: shape[0] * shape[1]].view(shape)
 
@@ -263,7 +264,8 @@ def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """Return a hash (16 hex digits) of the names and values of all frozen tensors, the same on every device."""
+    """Return a hash (16 hex digits) of the names and values of all frozen tensors. Equal tensors give the same hash on
+    every device."""
     found = hashlib.sha256()
     for name, tensor in frozen_tensors(model):
         value = tensor.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU
@@ -305,7 +307,8 @@ def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> I
 
 
 def write_peft(adapters: Mapping[str, Tensor], lora: LoraConfig, base: str, folder: Path) -> None:
-    """Write adapters for `peft.PeftModel.from_pretrained`. `base`: the path of the base model."""
+    """Write adapters into `folder` in the format that `peft.PeftModel.from_pretrained` reads. `base`: the path of the
+    base model."""
     folder.mkdir()
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}
     save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -42,7 +42,8 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.devic
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm over all ranks before scaling."""
+    """Scale gradients to a global 2-norm of at most `max_norm`. Return the 2-norm before scaling, computed over the
+    gradients of all ranks."""
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

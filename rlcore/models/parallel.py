@@ -91,7 +91,8 @@ def reset_after_failed_pass(model: PackedTrunk) -> None:
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """Return an unsharded, detached parameter on its device. If it is sharded, this is a collective."""
+    """Return the whole tensor of a parameter, detached and on the parameter's device. If the parameter is sharded, this
+    is a collective of all ranks."""
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return value

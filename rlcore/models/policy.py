@@ -21,8 +21,8 @@ _MAX_COMPILED_GRAPHS = 64
 
 
 class PackedTrunk(nn.Module):
-    """A decoder over T packed tokens, without a head, which subclasses add. Float32 weights with a bfloat16
-    `compute_dtype` run under autocast, unless `sharded` is set: then FSDP casts the weights."""
+    """A decoder over T packed tokens. Subclasses add a head. If the weights are float32 and `compute_dtype` is
+    bfloat16, the decoder runs under autocast. If `sharded` is true, FSDP casts the weights instead."""
 
     def __init__(self, model: PreTrainedModel, settings: ModelConfig, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -202,9 +202,9 @@ class CausalPolicy(PackedTrunk):
         cache: DynamicCache,
     ) -> Float[Tensor, "B V"]:
         """Return the float32 logits of the token that follows L new tokens. Rows are left-padded, and S = cached tokens
-        + L. `attention_mask` is 1 for real tokens. The L new tokens are added to `cache`, which drops no old tokens. A
-        sliding window is applied by masking. The model must be in evaluation mode, since gradient checkpointing
-        discards the cache."""
+        + L. `attention_mask` is 1 for real tokens. The L new tokens are added to `cache`. No old tokens are dropped
+        from `cache`, because a sliding window is applied by masking. The model must be in evaluation mode, because
+        gradient checkpointing discards the cache."""
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
         with self._precision():
             output = self.decoder(
@@ -218,8 +218,8 @@ class CausalPolicy(PackedTrunk):
 
 
 def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L S"]:
-    """Return a mask over S tokens for each of the last `num_new` tokens, True where the new token may attend. `real` is
-    False for padding."""
+    """Return a mask over all S tokens for each of the last `num_new` tokens. The mask is True where the new token may
+    attend to one of the S tokens. `real` is False for padding."""
     num_seen = real.shape[1]
     # A padding token attends to itself, since an empty row is NaN in some kernels.
     columns = torch.arange(num_seen, device=real.device)

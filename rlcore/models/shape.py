@@ -208,13 +208,14 @@ class ModelShape:
     ) -> float:
         """Return the number of operations of a forward and backward pass over sequences of these lengths.
 
-            6 N T + 6 V H M + 6 A sum(s^2)                    4 N T + 4 V H M + 6 R T + 6 A sum(s^2) with adapters
+            6 N T + 6 V H M + 6 A sum(s^2)                without adapters
+            4 N T + 4 V H M + 6 R T + 6 A sum(s^2)        with adapters
 
-        N: weights of the layers. T: tokens. M: `num_targets`, the tokens that the head processes, 0 for a value model.
-        A: attention width over all layers. s: sequence lengths. R: adapter weights of `lora`. `num_shared` tokens of
-        shared prompts count only for attention. Half of the s^2 scores are counted, since attention is causal. Query,
-        key and value of the first layer have no input gradient if the embedding is frozen. Recomputation is not
-        counted."""
+        N: weights of the layers. T: tokens. V: vocabulary size. H: hidden size. M: `num_targets`, the tokens that the
+        head processes, 0 for a value model. A: attention width over all layers. s: sequence lengths. R: adapter weights
+        of `lora`. `num_shared` tokens of shared prompts count only for attention. Only half of the s^2 scores are
+        counted, because attention is causal. With adapters, the embedding is frozen, so the input gradients of query,
+        key and value in the first layer are not counted. Recomputation is not counted."""
         sizes = list(lengths)
         num_tokens, weights = sum(sizes) - num_shared, self.layers * self.layer_weights
         matrices = weights * num_tokens + self.embedding * num_targets

@@ -96,8 +96,8 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
 
 
 def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
-    """Yield the result at `step`, if there is one, of the held-out set and of each suite. Of several results at `step`,
-    the result with the most problems is chosen."""
+    """Yield the validation result at `step` for the held-out set and for each suite, if there is one. If a set has
+    several results at `step`, yield the result with the most problems."""
     for results in (record.validations, *record.suites.values()):
         if of_step := [result for result in results.values() if result.step == step]:
             yield max(of_step, key=lambda result: len(result.problems))

@@ -26,8 +26,8 @@ OF_THE_SCORE = (
     "trainer.total_steps",
     *(f"validation.{key}" for key in ("max_problems", "samples_per_problem", "sampling")),
 )
-"""The settings that affect the last held-out reward, but can be changed when a run is resumed. Runs that differ in one
-of these settings are in different groups."""
+"""The settings that can be changed when a run is resumed, but affect the run's last held-out reward. A comparison puts
+runs that differ in one of these settings into different groups."""
 MAX_KEYS_IN_A_LABEL = 2
 CODE = "code"  # the stage of `Origin` with the fingerprint of the user's code
 
@@ -60,8 +60,9 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Group runs that differ only in their seed, or in settings that can be changed when a run is resumed. However,
-    runs that differ in one of `OF_THE_SCORE` are in different groups. The label of a group shows the one or two
-    settings that differ between groups. If more settings differ, the label is a run's name or id."""
+    runs that differ in a setting listed in `OF_THE_SCORE` are in different groups. If one or two settings differ
+    between groups, a group's label shows their values. If more settings differ, the label is the name or id of the
+    group's first run."""
     fixed = {CODE, *OF_THE_SCORE}.union(*(fixed_settings(run.config) for run in runs)) - {"seed"}
     differing = {key: row for key, row in differing_settings(runs).items() if any(covers(name, key) for name in fixed)}
     members: dict[str, list[int]] = {}
@@ -130,7 +131,8 @@ def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
 
 
 def comparison_findings(runs: Runs, groups: Groups) -> Iterator[Finding]:
-    """Yield the findings about the seeds, the best group of runs, and the differences from the first run."""
+    """Yield the findings about the spread over seeds, the best group of runs, and each run's difference from the first
+    run."""
     rule = "Mean, lowest and highest of the last held-out reward of each seed."
     for label, group in groups.items():
         found = _reward_of(group)

@@ -1,4 +1,4 @@
-"""Findings about a run, drawn from its metrics by stated rules, and checks of its stability."""
+"""Findings about a run, and checks of its stability. Each finding follows from the run's metrics by a stated rule."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -239,7 +239,8 @@ def _nonfinite(record: RunRecord) -> Check:
 
 
 def score_range(record: RunRecord) -> float:
-    """Return the difference between the highest and lowest training score of the run, or 1 if it is unknown or 0."""
+    """Return the difference between the highest and lowest training score of the run. Return 1 if this difference is 0
+    or unknown."""
     high, low = record.series("critic/score/max"), record.series("critic/score/min")
     return 1.0 if high is None or low is None else float(high.max() - low.min()) or 1.0
 

@@ -124,7 +124,8 @@ def _paired_table(runs: Runs) -> Table:
 
 
 def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, ...], str]:
-    """Return the paired statistics of two runs after training, or () and the reason why they cannot be paired."""
+    """Compare the validations of two trained runs problem by problem. Return the paired statistics and ''. If the runs
+    cannot be paired, return () and the reason."""
     if first.after is None or second.after is None:
         return (), "no validation after training with its answers"
     try:

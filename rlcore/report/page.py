@@ -52,7 +52,7 @@ def markdown_of(report: Report) -> str:
 
 
 def escape(text: str) -> str:
-    r"""Escape a text for one line of Markdown, so that it contains no markup, HTML or link.
+    r"""Escape a text so that Markdown shows it literally in one line, without markup, HTML or links.
 
     >>> escape("a|b\n<img src=x> ![x](y)")
     'a\\|b ⏎ &lt;img src=x&gt; \\!\\[x\\](y)'
@@ -93,8 +93,8 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
 
 
 def sample_table(record: RunRecord) -> Table:
-    """Return a table with one row per problem: a response before and a response after training. Rows are grouped by
-    kind of change, such as `newly solved`, with at most `SAMPLES_OF_A_KIND` rows each."""
+    """Return a table with one row per problem: a response before training and a response after training. The rows are
+    grouped by kind of change, such as `newly solved`. Each kind has at most `SAMPLES_OF_A_KIND` rows."""
     rows: dict[str, list[Row]] = {kind: [] for kind, _ in _KINDS.values()}
     later = {problem.prompt_id: problem for problem in record.after.problems} if record.after is not None else {}
     before = record.before.problems if record.before is not None else ()

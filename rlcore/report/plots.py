@@ -53,7 +53,8 @@ STYLES: tuple[Mapping[str, Any], ...] = (
     {"zorder": 2.2, "linewidth": 1.1, "linestyle": "-"},
     {"zorder": 2.3, "linewidth": 1.1, "linestyle": (0, (6, 6))},
 )
-"""The styles of the curves in a comparison, from the bottom curve up. Even if four curves coincide, each is visible."""
+"""The styles of the curves in a comparison. A curve with a later style is drawn over the earlier curves, and is
+thinner or dashed. Even if four curves coincide, each is therefore visible."""
 MAX_POINTS = 400  # of a line
 FEW_POINTS = 12  # a line with more has no markers
 WIDTH_IN = 6.4
@@ -270,7 +271,8 @@ def plot_group(axes: "Axes", curves: Sequence[Series], place: int, label: str) -
 
 
 def format_axes(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = True) -> None:
-    """Label both axes and format their numbers. `steps`: True if the x axis may only have whole numbers."""
+    """Label both axes and format their numbers. `steps`: True if the ticks of the x axis must be whole
+    numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel(x)

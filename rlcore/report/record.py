@@ -36,7 +36,7 @@ _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean_at_(?P<k>\d+)")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run's folder. `missing`: a sentence for each missing part of a complete run."""
+    """The contents of a run's folder. `missing`: a sentence about each file or result that is missing or damaged."""
 
     run_dir: Path
     config: RunConfig
@@ -73,7 +73,7 @@ class RunRecord:
         return pd.DataFrame([record.metrics for record in self.steps], [record.step for record in self.steps])
 
     def series(self, name: str) -> Series | None:
-        """Return a metric over the steps, or None if the run does not have it."""
+        """Return a metric over the steps, or None if the run has no such metric."""
         return self.metrics[name].dropna() if name in self.metrics else None
 
     @cached_property
@@ -95,13 +95,14 @@ class RunRecord:
 
     @property
     def reward_gain(self) -> float:
-        """Return the rise of the held-out reward from the first to the last validation, or 0 without validations."""
+        """Return the rise of the held-out reward from the first to the last validation, or 0 without a validation."""
         found = self.held_out(self.reward_statistic)
         return found[-1][1].value - found[0][1].value if found else 0.0
 
     @cached_property
     def step_s(self) -> float | None:
-        """Return the mean seconds of a training step without the first step, which is a warm-up."""
+        """Return the mean seconds of a training step. The first step, a warm-up, is left out unless it is the only
+        step."""
         series = self.series("timing_s/step")
         return None if series is None else float(without_first_step(series).mean())
 
@@ -113,7 +114,8 @@ class RunRecord:
 
     @cached_property
     def supervised_steps(self) -> tuple[StepRecord, ...]:
-        """Return the steps of the supervised stage that trained the initial policy, or () without that stage."""
+        """Return the steps of the supervised stage that trained the initial policy, or () if there was no such
+        stage."""
         stages = self.lineage.stages
         root = self.run_dir.resolve().parent.parent  # see rlcore.run.initial_policy.stage_layout
         files = [root / "warm-starts" / f"warm-start-{stage.fingerprint}" / JOURNAL_FILE for stage in stages]
@@ -129,8 +131,8 @@ class RunRecord:
 
     @cached_property
     def num_samples(self) -> int:
-        """Return the number of sampled responses per problem in the newest validation, or 0 without sampled
-        responses."""
+        """Return the number of sampled responses per problem in the newest validation, or 0 if no responses
+        were sampled."""
         if self.validations:
             return max(self.validations.values(), key=lambda result: result.step).num_samples
         return next((int(match["k"]) for match in self._core_names), 0)
@@ -204,7 +206,7 @@ Runs = Mapping[str, RunRecord]
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read a run's folder. Raises DataError if the folder has no settings of a run."""
+    """Read a run's folder. Raises DataError if the folder does not contain the settings of a run."""
     missing: list[str] = []
     if (origin := read_origin(run_dir)) is None:
         raise DataError(

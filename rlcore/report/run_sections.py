@@ -136,7 +136,7 @@ PHASES: Mapping[str, tuple[str, str]] = {
     "update_weights": ("Weight sync", "sand"),
     "other": ("Between phases", "grey"),
 }
-"""The title and color of each phase of a step. The phase `other` is the remaining time."""
+"""The title and color of each phase of a step. The phase `other` is the time of a step outside all other phases."""
 
 
 def phase_seconds(record: RunRecord) -> pd.DataFrame:
@@ -151,8 +151,8 @@ def phase_seconds(record: RunRecord) -> pd.DataFrame:
 
 
 def mean_phases(record: RunRecord) -> dict[str, float]:
-    """Return the mean seconds of each phase over all steps except the first. The sum over phases is the mean time of a
-    step."""
+    """Return the mean seconds of each phase over all steps except the first, or those of the only step. The sum over
+    phases is the mean time of a step."""
     found = phase_seconds(record)
     return {str(name): float(seconds) for name, seconds in found.iloc[min(1, len(found) - 1) :].mean().items()}
 
@@ -177,7 +177,8 @@ def draw_phases(record: RunRecord, figure: "Figure") -> None:
 
 
 def phase_table(record: RunRecord) -> Table:
-    """Return a table with the mean seconds of each phase, and of checkpoints and validations outside the steps."""
+    """Return a table with the mean seconds of each phase of a step. The table also has rows for checkpoints and
+    validations, which are not part of a step."""
     phases = mean_phases(record)
     total = sum(phases.values())
     rows: list[Row] = [

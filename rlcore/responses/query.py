@@ -23,7 +23,8 @@ from rlcore.responses.store import LIGHT, ROWS_PER_GROUP, TEXTS, TOKENS, parts_o
 KINDS = ("all", "training", "validation")
 EACH = ("answer", "prompt")
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
-"""The sort columns. `change` is the rise of a prompt's mean sample score from the first validation to the last."""
+"""The sort columns. `change` is the rise of a prompt's mean score from the first validation to the last. The mean is
+taken over the prompt's sampled responses, without greedy responses."""
 READABLE = [*LIGHT.names, *TEXTS.names]
 ALL_COLUMNS = [*READABLE, *TOKENS.names]
 _PROMPT = ["data_source", "prompt_id"]
@@ -285,7 +286,8 @@ def _decoder(file: Path) -> Decode:
 
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, or '' if the token continues the character of the previous token.
+    """Return the text of each token. If several tokens form one character, the first token gets the character, and
+    the later tokens get ''.
 
     Each token is decoded together with the previous token, because many decoders drop leading white space.
 

@@ -86,7 +86,7 @@ def write_part(path: Path, table: pa.Table) -> None:
 
 
 class ResponseWriter:
-    """A writer that collects the responses of a run step by step and writes them in a thread."""
+    """A writer that collects the responses of a run step by step, and writes them to files in another thread."""
 
     def __init__(self, folder: Path, settings: AnswersConfig) -> None:
         self._folder, self._settings = folder, settings
@@ -115,8 +115,8 @@ class ResponseWriter:
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait until the file that `start_part` began is written. Raises DiskSpaceError if the disk is full. After an
-        error, the next call writes the file again."""
+        """Wait until the file that `start_part` began is written. Raises DiskSpaceError or UnwritableError. After
+        an error, the next call writes the file again."""
         written, self._written = self._written, None
         if written is not None:
             written.result()

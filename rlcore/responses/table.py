@@ -77,7 +77,7 @@ def _training_columns(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Ten
 
 
 _EQUAL = 1e-6
-"""The tolerance below which the advantages of a response's tokens count as equal."""
+"""The advantages of a response's tokens count as equal if each differs from their mean by at most this number."""
 
 
 class _Tokens:

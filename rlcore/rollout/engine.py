@@ -24,14 +24,15 @@ from rlcore.errors import EngineError
 from rlcore.types import FastPickle, FinishReason, Prompt, Rollout
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
-"""The first word of a random seed, different for each purpose, so that purposes do not share random numbers."""
+"""Each purpose for which responses are sampled has its own number. This number is hashed into the random seeds.
+Therefore, different purposes do not share random numbers."""
 _ENVIRONMENT_INDEX = 2**32 - 1  # sample index in the random seed of an environment, which no response has
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest(FastPickle):
-    """A request for one response, whose randomness comes from `seed` alone. `max_tokens`: a limit on
-    response tokens that is lower than the run's, or 0 for the run's limit. `environment_seed`: the same for all
+    """A request for one response, whose randomness comes from `seed` alone. `max_tokens`: a limit on response tokens
+    that is lower than the run's, or 0 for the run's limit. `environment_seed`: the environment's seed, equal for all
     responses to a prompt. `group`: the index of the prompt in the step, or -1 for a response that must not be cut
     (`TailCut`)."""
 
@@ -109,8 +110,9 @@ class TailCut:
     """The length limit that ends the longest groups of a step early. Each rank has one such object. A group is all
     responses to one prompt, and is as long as its longest response. L is the `wanted`-th smallest group length. During
     generation, the finished groups of all ranks give an upper bound of L, at which unfinished responses end. Afterwards
-    `GroupsInProgress` cuts longer groups to exactly L, so the cut depends only on seeds and weights. `groups`: the
-    group of each request of this rank, or -1 for no cut. `longest`: the maximum length of a response."""
+    `GroupsInProgress` cuts longer groups to exactly L, so the cut depends only on seeds and weights. `groups`: for
+    each request of this rank, the index of its group, or -1 if its response must not be cut. `longest`: the maximum
+    length of a response."""
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
         self._sizes = Counter(groups)
@@ -143,8 +145,8 @@ class TailCut:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A response of a group that is continued in the next step. The response itself can already be finished, while
-    other responses of its group are not."""
+    """A response whose group is continued in the next step. The response itself can already be finished, if other
+    responses of its group are not."""
 
     prompt: Prompt
     sample_index: int
@@ -192,13 +194,13 @@ def carried_to_text(carried: Sequence[Carried]) -> str:
 
 
 def carried_from_text(text: str) -> tuple[Carried, ...]:
-    """Return the carried responses that a text of `carried_to_text` contains."""
+    """Return the carried responses from a text that `carried_to_text` has returned, or () for ''."""
     return _CARRIED.validate_json(text) if text else ()
 
 
 def first_finished(groups: Sequence[Sequence[Rollout]], count: int) -> tuple[list[int], int]:
     """Return the ascending indices of the `count` shortest finished groups, and the length of the longest of these. A
-    group is as long as its longest response. Of equally long groups, the earlier comes first."""
+    group is as long as its longest response. If groups are equally long, lower indices are preferred."""
     finished = [index for index, group in enumerate(groups) if not any(each.is_cut for each in group)]
     lengths = sorted((max(len(each.response_ids) for each in groups[index]), index) for index in finished)
     assert len(lengths) >= count, f"the engines finished {len(lengths)} of {count} groups"

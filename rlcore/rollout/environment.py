@@ -52,8 +52,8 @@ class Environment(Protocol):
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
         """Start the episode, and return an optional first message, which follows the prompt. `row`: the prompt's ground
-        truth with a `seed`, which is the same for all responses to the prompt in a step. A `seed` in the ground truth
-        becomes `own_seed`."""
+        truth with a `seed`, which is the same for all responses to the prompt in a step. If the ground truth
+        itself has a `seed`, `row` contains it as `own_seed`."""
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
         """Return the environment's reply and reward for one turn. `text`: the text that the model wrote in this
@@ -192,9 +192,9 @@ def await_value(value: T | Awaitable[T]) -> T:
 
 
 class TurnTokens:
-    """An encoder of an environment's messages to tokens. With `chat`, messages are rendered by the chat template,
-    otherwise as plain text. Raises ConfigError if the template cannot render later turns, or drops or changes earlier
-    turns."""
+    """An object that converts an environment's messages to token ids. With `chat`, messages are rendered by the chat
+    template, otherwise as plain text. Raises ConfigError if the template cannot render later turns, or drops
+    or changes earlier turns."""
 
     def __init__(
         self,

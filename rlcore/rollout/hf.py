@@ -189,7 +189,7 @@ def sample(
     logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"], sampling: SamplingConfig
 ) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
     """Draw a token for each row by inverting the distribution function, or take the likeliest token at temperature 0.
-    Return the tokens and, as in the trainer, their log-probabilities with temperature but without top-p."""
+    Return the tokens and their log-probabilities. These include the temperature but not top-p, as in the trainer."""
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)
         return tokens, torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0]

@@ -78,7 +78,8 @@ class ScoringProcess:
         self.deadline_s = config.deadline_s
         self.ready = False
         self.warm = not first_call
-        """True after the first call on an empty response. From then on, the deadline of the settings applies."""
+        """False until the process has finished its first call, on an empty response. Until then, a longer deadline
+        applies than the deadline of the settings. If first calls are skipped, the value is always True."""
         self.responses: deque[PendingResponse] = deque()
         self.overdue_at = time.monotonic() + _START_DEADLINE_S
 
@@ -169,7 +170,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if new processes first score an empty response. False if such calls were too slow or ended processes."""
+        """True if new processes first score an empty response. False after such a call was too slow or ended its
+        process."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:
@@ -328,9 +330,9 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Replace a process that has ended. Another process scores the current response again, since the first process
-        may have been killed from outside. If the second process also ends, the response counts as an error. But if the
-        second process ended in its first call, on an empty response, later processes skip this call."""
+        """Replace a process that has ended. Another process scores the current response again, because the first
+        process may have been killed from outside. If the second process also ends, the response counts as an error. But
+        if the second process ended in its first call, on an empty response, later processes skip this call."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

@@ -26,12 +26,13 @@ MAX_SCORE = (2 - 2**-23) * 2.0**127  # largest float32 number, since training st
 WEIGHTS_PROBLEM = "reward.weights: must name parts of the score, got "
 """The start of the failure message for a score that lacks a part named in `reward.weights`."""
 SCORER_KEY = "scorer"
-"""The field of a ground truth that names the scorer in a mixture. If a row already has a field of this name, the run
-overwrites it."""
+"""The field of a ground truth that names the row's scorer in a mixture of data sources. If a row already has a field of
+this name, the run overwrites it."""
 
 
 def resolve_scorer(name: str) -> Scorer:
-    """Return the function `module:function`. Raises ImportError, AttributeError or ValueError if it is missing."""
+    """Return the function named `module:function`. Raises ImportError, AttributeError or ValueError if it does not
+    exist."""
     found: Any = resolve_name(name)
     if not callable(found):
         raise ValueError(f"{name} is {type(found).__name__}, not a function")
@@ -84,7 +85,7 @@ def weights_problem(failure: str | None) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception in one line, with escaped control characters, since the message may quote model output."""
+    """Describe an exception in one line. Control characters are escaped, because the message may quote model output."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{type(error).__name__}: {error}"[:500])
 
 

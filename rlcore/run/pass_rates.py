@@ -222,8 +222,8 @@ class PassRateMeasurement:
         self._parts_folder = self._directory.with_name(f"measuring-{self._directory.name}")
 
     def make(self) -> PassRates:
-        """Return the pass rates, and measure them first if needed. Raises DataError if the scorer always failed or
-        `pass_rates.keep` leaves too few rows, and StopRequestedError after a stop request."""
+        """Return the pass rates, and measure them first if needed. Raises DataError if the scorer failed on every
+        response, or if `pass_rates.keep` leaves too few rows. Raises StopRequestedError after a stop request."""
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
             with locked_run(self._parts_folder, self._guard.report, self._guard.stop, math.inf):

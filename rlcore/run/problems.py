@@ -118,7 +118,8 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def pass_rates(self) -> PassRates | None:
-        """The pass rates of the training rows, or None if the run uses none. Raises DataError if they are missing."""
+        """The pass rates of the training rows, or None if the run does not use pass rates. Raises DataError if the
+        pass rates are not measured yet, or if `pass_rates.keep` leaves too few rows."""
         if not self.config.pass_rates.is_enabled:
             return None
         found = find_pass_rates(self.config, self.inputs)
@@ -186,7 +187,8 @@ def _with_scorer(prompt: Prompt, data: TaskData) -> str:
 
 
 def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
-    """Interleave all data sources' prompts, so that the first N prompts contain about the same share of each source."""
+    """Interleave the prompts of all data sources. For every N, the first N prompts contain about the same fraction of
+    each source's prompts."""
     placed = [
         ((place + 0.5) / len(prompts), part, prompt)
         for part, prompts in enumerate(parts)

@@ -194,7 +194,8 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record the number of responses without a score when it becomes positive and each time it has doubled."""
+        """Record the number of responses without a score when the first one occurs. Record it again each time it has
+        doubled."""
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses

@@ -207,7 +207,8 @@ class SupervisedTraining(Training):
 
 
 def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[str, float]) -> bool:
-    """Return whether the reward has reached its target or the held-out loss has not improved in `patience` checks."""
+    """Return whether the warm start can end early. This is true if the reward has reached its target, or if the last
+    `warm_start.patience` checks found no new minimum of the held-out loss."""
     warm = config.warm_start
     if warm.stop_at_reward is not None and metrics.get(REWARD, -math.inf) >= warm.stop_at_reward:
         return True

@@ -68,8 +68,8 @@ class TrainingWorkers:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses so far that could not be scored, and the last error. In supervised training, they are
-        always 0 and ''."""
+        """The number of responses so far that could not be scored, and the last error. In supervised training, the
+        result is always (0, '')."""
         return 0, ""
 
     def gpu_uses(self) -> list[GpuUse]:
@@ -151,7 +151,7 @@ class TrainingWorkers:
         raise NotImplementedError
 
     def _start_group(self, probe: Sequence[Prompt] = ()) -> None:
-        """Start the ranks. `probe`: the prompts on which weight syncs are tested."""
+        """Start the ranks. `probe`: the prompts on which each weight sync to vLLM is checked."""
         try:
             with self._guard.phase("start"):
                 self.group = group = start_workers(self.config, str(self.initial_policy))

@@ -199,7 +199,8 @@ class Watchdog:
         self._last_phase = ""
         self._has_hung = False
         self.aside: Callable[[], str] = str
-        """A function that returns the stage of the save in progress, for the message about a hang."""
+        """A function that describes the current stage of saving a checkpoint, or returns ''. The message about a hang
+        includes this text."""
         self._running: tuple[_Running, ...] = ()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="watch", daemon=True)
@@ -318,7 +319,7 @@ class Watchdog:
 
 
 def report_and_exit(say: Callable[[], None], code: int) -> NoReturn:
-    """Call `say` for at most `FINAL_REPORT_S` seconds, since it may block on a full pipe. Then end the process."""
+    """Call `say` for at most `FINAL_REPORT_S` seconds, because it may block on a full pipe. Then end the process."""
     _run_with_timeout(FINAL_REPORT_S, say)
     exit_immediately(code)
 
@@ -334,8 +335,8 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
-    """Call `do` in another thread and wait at most `seconds`. Signal handlers may call this function, since it starts
-    the thread with `_thread` and does not use the locks of `threading`."""
+    """Call `do` in another thread and wait at most `seconds`. Signal handlers may call this function, because it
+    starts the thread with `_thread` and does not use the locks of `threading`."""
     is_done = _thread.allocate_lock()
     is_done.acquire()
 

@@ -66,7 +66,7 @@ def token_file() -> Path:
 
 
 def folder_problem() -> str | None:
-    """Return the reason why Ray cannot use its folder, or None."""
+    """Return the reason why Ray cannot use its folder, or None if Ray can use it."""
     folder = private_folder()
     remedy = "Set TMPDIR to another folder"
     if len(os.fsencode(f"{ray_folder()}{LONGEST_SOCKET}")) > LONGEST_SOCKET_PATH:

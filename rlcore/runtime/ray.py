@@ -52,8 +52,8 @@ class RankProcess(Worker):
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
-        """Call the generator method `verb` with the pickled `arguments`, and yield its items pickled. Ray's own
-        pickling takes three times as long."""
+        """Call the generator method `verb` with the unpickled `arguments`, and pickle each item before yielding it.
+        Ray's own pickling takes three times as long."""
         for item in getattr(self, verb)(*pickle.loads(arguments)):
             yield pickle.dumps(item)
 
@@ -136,8 +136,8 @@ class RayGroup:
                 take(streams[stream], pickle.loads(self.get([reference])[0]))
 
     def get(self, references: list[Any]) -> list[Any]:
-        """Return the results of the remote calls `references`. Raises a `MillraceError` if a rank raised one, was lost,
-        or did not finish in time."""
+        """Return the results of the remote calls `references`. Raises a `MillraceError` if a rank raised such an error,
+        was lost, or did not finish in time."""
         try:
             return ray.get(references, timeout=self.deadline_s)
         except GetTimeoutError as error:
@@ -258,8 +258,8 @@ def start_ray(config: RunConfig) -> Path | None:
 
 @contextmanager
 def _raise_worker_lost(what: str) -> Iterator[None]:
-    """Convert Ray's errors during a start, even a bare Exception, to WorkerLostError, because another attempt to start
-    may succeed. An error of a rank's own code is not converted."""
+    """Convert every error of Ray inside the `with` block to WorkerLostError, because another attempt to start may
+    succeed. Ray raises even a bare Exception. Errors of a rank's own code are not converted."""
     try:
         yield
     except (MillraceError, RayTaskError):  # a rank's own error

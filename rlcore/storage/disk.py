@@ -31,7 +31,8 @@ POLL_S = 1.0
 
 
 def unit_for(num_bytes: float) -> tuple[float, str]:
-    """Return the largest unit in which the number of bytes is at least 0.1, or GB for 0 bytes."""
+    """Return the size and the name of a suitable unit: the largest unit in which the number of bytes is at least 0.1.
+    For 0 bytes, this is GB."""
     if not num_bytes:
         return UNITS[0]
     return next((unit for unit in UNITS if num_bytes >= unit[0] / 10), UNITS[-1])
@@ -79,7 +80,8 @@ def is_out_of_room(error: BaseException | None) -> bool:
 
 
 def find_obstacle(folder: Path) -> Path | None:
-    """Return the file or broken link that occupies the path of `folder` or of one of its parents, or None."""
+    """Return the file or broken link that occupies the path of `folder` or of one of its parents. Return None if there
+    is no such obstacle."""
     folder = folder.absolute()
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     return None if nearest.is_dir() else nearest
@@ -96,7 +98,8 @@ def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = Unwri
 
 
 def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None = None) -> DiskSpaceError:
-    """Return the error for a write that failed because the disk has no room."""
+    """Return the error for a write that failed because the disk is full. `needed_bytes`: the size of the write, if
+    known."""
     needed = "" if needed_bytes is None else f"at least {needed_bytes} bytes were to be written, "
     free = f"{free_bytes(path)} bytes are free on that file system"
     error = DiskSpaceError(
@@ -200,8 +203,9 @@ def reserve_bytes(config: "CheckpointConfig") -> int:
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """A guard that waits until the disk of `path` has room for the next writes. `prune`: deletes old checkpoints.
-    `log_event`: records an event by its name, step and data."""
+    """A guard that waits until the disk of `path` has room for the next writes. `prune`: a function that deletes old
+    checkpoints. `log_event`: a function that records an event, given its name, step and data. `stop`: a function that
+    returns whether a stop is requested."""
 
     path: Path
     config: "CheckpointConfig"
@@ -210,8 +214,9 @@ class DiskRoom:
     prune: Callable[[], object]
 
     def wait(self, needed_bytes: int, step: int) -> None:
-        """Delete old checkpoints, then wait until the disk has room for `needed_bytes` and the reserve. Raises
-        DiskSpaceError after `checkpoint.wait_for_room_s`, and StopRequestedError if a stop is requested."""
+        """Wait until the disk has room for `needed_bytes` and the reserve. If it has no room, first delete old
+        checkpoints. Raises DiskSpaceError after `checkpoint.wait_for_room_s` seconds, and StopRequestedError if a stop
+        is requested."""
         report = self.check(needed_bytes)
         if not report.enough:
             self.prune()

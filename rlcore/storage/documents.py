@@ -86,7 +86,8 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str) -> T | None:
-    """Return a JSON file's typed value, or None if it is missing. Raises DataError with `remedy` for a damaged file."""
+    """Return the content of a JSON file, validated and converted by `kind`. Return None if the file is missing. Raises
+    DataError, whose message contains `remedy`, if the file is damaged."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
@@ -210,7 +211,7 @@ class LineFile:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write the lines that are still in memory if there is room, and close the file."""
+        """Close the file. If lines remain in memory because the disk was full, first try once more to write them."""
         with self._lock:
             if self._fd >= 0:
                 self._write_pending()

@@ -155,8 +155,8 @@ UNKNOWN_HOLDER = Holder(0, "an unknown host", "another process that has not writ
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Return the holder that is recorded in a lock file, or None if none is recorded. This holder may have released the
-    lock since."""
+    """Return the holder that is recorded in a lock file, or None if none is recorded. The holder may have released the
+    lock in the meantime."""
     try:
         return Holder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):

@@ -117,7 +117,8 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERSION) -> int | None:
-    """Return the format version in the file `name` of a directory, or None if it is unreadable or not above `known`."""
+    """Return the format version in the file `name` of a directory if the version is above `known`. Return None for any
+    other version, or if the file cannot be read."""
     try:
         version = parse_json(read_ordinary(directory / name))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):

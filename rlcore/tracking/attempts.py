@@ -59,7 +59,8 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at a run, which begins after step `from_step`. `journal_bytes`: the journal's size at this step."""
+    """An attempt at a run: one start or resume of its trainer. It begins after step `from_step`. `journal_bytes`: the
+    journal's size at this step."""
 
     from_step: int
     journal_bytes: int

@@ -112,7 +112,8 @@ _EXPLANATIONS = {
     "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret in its workspace",
     "": "{kind}: {text:.300}",
 }
-"""The explanations of MLflow's errors. The first key (a regular expression) that matches the error's text is used."""
+"""A mapping from regular expressions to explanations of MLflow's errors. The explanation of the first expression that
+matches the error's text is used."""
 
 
 def explain_error(error: BaseException, uri: str) -> str:

@@ -1,6 +1,7 @@
 """The delivery of a run's journal to MLflow. The file `tracking.json` records how many bytes were delivered. After a
-kill, some metrics can be sent twice. MLflow stores them once, since their time stamps come from the journal. After a
-resume, the repeated steps are delivered again with new times, and MLflow shows their last values."""
+kill, some metrics can be sent twice. MLflow stores them only once, because both times they have the same time stamps,
+which come from the journal. After a resume, the repeated steps are delivered again with new times, and MLflow shows
+their last values."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,8 @@
     {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192, ...}}
 
 MLflow, the report and the progress line are derived from the journal. Times are seconds since the epoch, rounded to
-MLflow's milliseconds, so that a second delivery of a line gives the same points in MLflow. NaN and infinity are null,
-and `nonfinite` lists them."""
+MLflow's milliseconds, so that a second delivery of a line gives the same points in MLflow. Metrics that are NaN or
+infinite are written as null, and `nonfinite` lists their names."""
 
 import logging
 import math
@@ -238,7 +238,8 @@ def gpu_seconds(journal: Path) -> float | None:
 
 
 class CostMeter:
-    """A meter that adds the GPU-seconds of this process's ranks to those that the journal already has."""
+    """A meter of a run's GPU-seconds. It adds the GPU-seconds of the current ranks to those that are already in the
+    journal."""
 
     def __init__(self, journal: Path) -> None:
         self._before = gpu_seconds(journal) or 0.0

@@ -75,8 +75,8 @@ def read_origin(run_dir: Path) -> Origin | None:
 
 
 def stage_of(name: str, folder: Path) -> Stage:
-    """Return the result of the stage `name`, which is in `folder`. Its facts are the strings, numbers and booleans in
-    the folder's manifest."""
+    """Return the result of the stage `name`. `folder`: the folder that contains the result. The facts of the result are
+    the strings, numbers and booleans in the folder's manifest."""
     manifest = None
     with suppress(MillraceError):
         manifest = read_manifest(folder)

@@ -171,7 +171,8 @@ class MlflowStore:
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def log_table(self, run_id: str, file: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Log a table for MLflow's evaluation view, in place of an earlier table. MLflow's `log_table` would append."""
+        """Log a table for MLflow's evaluation view. An earlier table in the same file is replaced. MLflow's own
+        `log_table` would append the rows instead."""
         self.client.log_dict(run_id, {"columns": columns, "data": rows}, file)
         self.set_tags(run_id, {TABLES_TAG: json.dumps([{"path": file, "type": "table"}])})
 

@@ -26,7 +26,8 @@ INIT_TIMEOUT_S = 10.0  # Seconds for W&B's server to accept a run. MLflow receiv
 
 
 class TensorBoardSink:
-    """Event files in the folder `tensorboard/` of a run, which replace the files of an earlier process."""
+    """A writer of event files in the folder `tensorboard/` of a run. It first deletes the files of an earlier
+    process."""
 
     def __init__(self, run_dir: Path, attempt: Attempt) -> None:
         from tensorboard.summary import Writer

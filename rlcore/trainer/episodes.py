@@ -59,8 +59,8 @@ class _OpenEpisode:
             self._end_at_limit()
 
     def add_reply(self, reply: str, ids: Sequence[int]) -> bool:
-        """Add the environment's reply and return True. If there is no room for another token after the reply, end the
-        episode instead and return False."""
+        """Add the environment's reply and return True. If the reply would fill the response up to its token limit, end
+        the episode without the reply and return False."""
         if len(self.token_ids) + len(ids) >= self.limit:
             self._end_at_limit()
             return False

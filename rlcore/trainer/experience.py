@@ -43,8 +43,8 @@ def split_requests(requests: Sequence[SamplingRequest], world_size: int) -> list
 
 
 class StreamScorer:
-    """A scorer that works while responses are generated: a thread decodes, and the processes of a pool score. Without
-    processes, `collect` decodes and scores."""
+    """A scorer that works while other responses are generated. A thread decodes the responses, and the pool's processes
+    score them. If the pool has no processes, `collect` decodes and scores the responses."""
 
     def __init__(self, scoring: ScoringPool, decode: Decode, *, has_processes: bool) -> None:
         self._scoring, self._decode = scoring, decode
@@ -78,7 +78,7 @@ ScoredResponse = tuple[Rollout, Score, str]
 
 
 class ResponseSampler:
-    """A sampler of scored responses. If `episodes` is given, each response is a multi-turn episode."""
+    """An object that samples and scores responses. If `episodes` is given, each response is a multi-turn episode."""
 
     def __init__(
         self,

@@ -256,8 +256,8 @@ class Alarm:
 
 
 def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]:
-    """Return the alarms about a step's responses (equal scores, or too many responses at the length limit), before any
-    update."""
+    """Return the alarms about a step's responses: equal scores, or too many responses at the length limit. Call this
+    before the update, so that an alarm can prevent it."""
     alarms = config.alarms
     found = []
     if alarms.equal_scores != "off" and _have_equal_scores(experience):
@@ -316,7 +316,7 @@ def _have_equal_scores(experience: Experience) -> bool:
 
 def save_failed_batch(directory: Path, step: int, experience: Experience, batch: TrainBatch) -> tuple[Path, list[int]]:
     """Save a batch with NaN or infinite values (`.safetensors`) and its responses (`.json`) in `directory`. Return the
-    path of the batch, and the prompt ids of its rows with such values."""
+    path of the batch file, and the prompt ids of the rows that contain NaN or infinite values."""
     directory.mkdir(parents=True, exist_ok=True)
     given = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
     per_token = {name: values for name, values in given.items() if values is not None}

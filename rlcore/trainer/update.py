@@ -206,7 +206,7 @@ def _sequence_advantages(
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps(Generic[S]):
-    """The summed statistics, gradient norms and learning rate of the optimizer steps of one model on one batch."""
+    """The results of one model's optimizer steps on one batch: summed statistics, gradient norms and learning rate."""
 
     stats: S  # summed over steps and ranks
     num_steps: int
@@ -283,7 +283,8 @@ def apply_selection(
 ) -> TrainBatch:
     """Return the batch with weight 0 for the tokens that `algo.top_entropy` and `algo.clip_cov` leave out, and with
     `covariance_rank`. Tokens are compared within their mini-batch. `entropy`: required for `algo.top_entropy`.
-    `num_finished`: the number of finished steps, which seeds the random choice of `algo.clip_cov`."""
+    `num_finished`: the number of finished steps, which seeds the random choice of `algo.clip_cov`. If no setting needs
+    this selection, the batch is returned unchanged."""
     algo, packed = config.algo, batch.packed
     if not _needs_selection(algo):
         return batch
@@ -396,6 +397,6 @@ def _sum_steps(steps: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> Optimize
 def _optimizer_steps(
     group: WorkerGroup, verb: Callable[..., ModelUpdates[S]], shared: SharedBatch, *more: float
 ) -> tuple[list[tuple[ModelUpdate[S], ...]], NonFiniteError | None]:
-    """Return the results of each optimizer step on all ranks, and the error if a step was not finite."""
+    """Return the results of each optimizer step on all ranks. Also return the error of a non-finite step, or None."""
     by_rank = group.begin(verb, [(part, shared.mini_batches, *more) for part in shared.parts]).result()
     return list(zip(*(each.steps for each in by_rank), strict=True)), by_rank[0].failure

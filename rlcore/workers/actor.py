@@ -200,8 +200,9 @@ class Actor(TrainedModel[CausalPolicy]):
 def token_logprobs(
     policy: CausalPolicy, micro: MicroBatch[PackedBatch], *, pairs: bool = False, **options: Any
 ) -> TokenLogprobs:
-    """Return the policy's log-probabilities of a micro-batch's target tokens, and the results that `options` add
-    (`CausalPolicy.forward`). `pairs`: whether the sequences are preference pairs."""
+    """Return the policy's log-probabilities of a micro-batch's target tokens. `options`: further arguments of
+    `CausalPolicy.forward`, some of which request further results. `pairs`: whether the sequences are preference
+    pairs."""
     if pairs:
         micro = replace(micro, host=split_pairs(micro.host))
     tokens, positions, cu_seqlens, *more = model_inputs(policy, micro)
@@ -210,8 +211,8 @@ def token_logprobs(
 
 
 def model_inputs(model: PackedTrunk, micro: MicroBatch[PackedBatch]) -> tuple[Any, ...]:
-    """Return the tensors of a micro-batch that `CausalPolicy.likeliest` gets: token ids, positions, sequence bounds,
-    loss mask and shared prompts."""
+    """Return the model's inputs for a micro-batch: token ids, positions, sequence bounds, loss mask and shared prompts.
+    These are the positional arguments of `CausalPolicy.likeliest`."""
     device, host = micro.device, micro.host
     shared = shared_prompts(host) if model.share_prompts else None
     return device.token_ids, device.position_ids, host.cu_seqlens.numpy(), host.loss_mask.numpy(), shared
@@ -220,7 +221,8 @@ def model_inputs(model: PackedTrunk, micro: MicroBatch[PackedBatch]) -> tuple[An
 def policy_logprobs(
     policy: CausalPolicy, micro: MicroBatch[PackedBatch], temperature: float, *, with_entropy: bool = False
 ) -> Float[Tensor, "T ..."]:
-    """Return the log-probabilities of a micro-batch, and with `with_entropy` a second column with the entropies."""
+    """Return the log-probability of each response token in a micro-batch, and 0 elsewhere. With `with_entropy`, a
+    second column has the entropies."""
     output = token_logprobs(policy, micro, temperature=temperature, entropy="value" if with_entropy else "none")
     return torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs
 
@@ -272,8 +274,9 @@ class Critic(TrainedModel[ValueModel]):
 
 
 class FrozenPolicy:
-    """A frozen policy in the compute type or 4 bits: the reference or a teacher. It is not sharded, since each step
-    would gather all shards for a single pass. If `offload` is true, the weights are in host memory between passes."""
+    """A frozen policy in the compute type or 4 bits: the reference or a teacher. It is not sharded, because all shards
+    would have to be gathered in each step for a single pass. If `offload` is true, the weights are in host memory
+    between passes."""
 
     def __init__(
         self, config: RunConfig, path: str, model: ModelConfig, device: torch.device, name: str, *, offload: bool
@@ -320,8 +323,8 @@ def run_teachers(
     num_micro: int,
     chosen: Sequence[int],
 ) -> Float[Tensor, "T ..."]:
-    """Call `run` with each teacher and the sequences that it teaches. Return the token values in batch order.
-    `chosen[i]`: the index of sequence i's teacher."""
+    """Call `run` with each teacher and a batch of the sequences that are assigned to this teacher. Return the token
+    values of all sequences in batch order. `chosen[i]`: the index of sequence i's teacher."""
     pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(teachers))]
     values = [run(teachers[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine]
     return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])

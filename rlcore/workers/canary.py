@@ -42,7 +42,8 @@ class WeightSync:
 
 
 class Canary:
-    """A check of each weight sync. The first sync sets the bound for later syncs."""
+    """A check of each weight sync. The first sync determines the bound for later syncs, unless `rollout.canary_bound`
+    is set."""
 
     def __init__(self, config: RunConfig, dtype: torch.dtype) -> None:
         self._configured = config.rollout.canary_bound
@@ -61,8 +62,9 @@ class Canary:
 
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
         """Check a weight sync by the results and probe differences of all ranks. All ranks get the same outcome. Raises
-        EngineError if a tensor differs or the difference is not finite. A difference above the bound sets `warning` if
-        all tensors are equal, and raises EngineError if some tensors cannot be compared."""
+        EngineError if a tensor differs or the difference is not finite. Tensors that differ at the first sync, although
+        the difference is within the bound, count from then on as tensors that cannot be compared. A difference above
+        the bound sets `warning` if all tensors are equal, and raises EngineError if some tensors cannot be compared."""
         bound, difference = self.bound, max(one for _, one in observed)
         differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
         uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))

@@ -39,7 +39,7 @@ def choose_device(runtime: RuntimeConfig) -> torch.device:
 
 
 def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str], version: str) -> str | None:
-    """Return the reason why a torch build with code for `architectures` cannot run on a GPU, or None."""
+    """Return the reason why a torch build with code for `architectures` cannot run on a GPU, or None if it can."""
     if not architectures or has_code_for(capability, architectures):
         return None
     major, minor = capability
@@ -106,8 +106,8 @@ def enable_expandable_segments() -> None:
 
 @dataclass(frozen=True, slots=True)
 class OomRetry:
-    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the
-    `MicroBatchRunner`'s factor after the retry. `refusal`: the allocator's error message."""
+    """A pass that ran out of memory with `num_micro` micro-batches and was repeated with `num_again` micro-batches.
+    `factor`: the `MicroBatchRunner`'s factor after the retry. `refusal`: the allocator's error message."""
 
     name: str
     num_micro: int
@@ -151,7 +151,7 @@ class MemoryMeter:
         self._max = (0, 0)
 
     def set_engine_asleep(self, is_asleep: bool) -> None:
-        """Record that the engine sleeps now, or, if `is_asleep` is false, that it is about to wake."""
+        """Record whether the engine is asleep. Call this after the engine has fallen asleep, and before it wakes up."""
         if is_asleep != self._is_asleep:
             self.peak()
             self._is_asleep = is_asleep

@@ -82,12 +82,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Return whether the planned peak fits, or the size of the device is unknown."""
+        """True if the device has enough memory for the planned peak, or if the size of its memory is unknown."""
         return self.usable_bytes is None or self.peak_bytes <= self.usable_bytes
 
     @property
     def cannot_fit(self) -> bool:
-        """Return whether the run needs more memory than the device has, even with the smallest micro-batches."""
+        """True if the run needs more memory than the device has, even with the smallest micro-batches."""
         return self.usable_bytes is not None and self.floor_bytes > self.usable_bytes
 
 
@@ -97,8 +97,8 @@ def max_sequence_tokens(config: RunConfig) -> int:
 
 
 def micro_batch_tokens(config: RunConfig) -> int:
-    """Return the largest number of tokens in a micro-batch: the token budget, or the longest sequence if that is
-    longer, but at most this rank's share of a mini-batch."""
+    """Return the largest number of tokens in a micro-batch. It is the token budget or the length of the longest
+    sequence, whichever is larger, but at most this rank's share of a mini-batch."""
     sequences = config.trainer.mini_batch_size * config.rollout.samples_per_prompt
     per_rank = -(-sequences // config.runtime.num_workers) * max_sequence_tokens(config)
     return min(max(config.trainer.max_tokens_per_micro_batch, max_sequence_tokens(config)), per_rank)
@@ -412,8 +412,9 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the settings with a memory share for vLLM that holds all responses at maximum length. If less memory is
-    free, vLLM gets all free memory, and `rollout.max_batched_tokens` is reduced unless it is None."""
+    """Return the settings with a memory share that lets vLLM hold all responses at maximum length. If there is not
+    enough free memory for this, vLLM gets all free memory. In this case, `rollout.max_batched_tokens` is also reduced,
+    unless it is None."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None

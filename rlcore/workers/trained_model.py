@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Batch]):
     """Some sequences of a batch, with one copy on the host and one on the device. Sequence bounds and masks are read
-    from `host`, since a read from the device would block. Models get these bounds and masks as numpy arrays, since FSDP
-    would move tensors to the device."""
+    from `host`, because a read from the device would block. Models get these bounds and masks as numpy arrays, because
+    FSDP would move tensors to the device."""
 
     host: Batch
     device: Batch
@@ -84,8 +84,8 @@ def _send(batch: Batch, device: torch.device) -> Batch:
 
 
 def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Parts) -> Tensor:
-    """Return the token values `parts` of the micro-batches in the order of the batch, on the CPU. `sequences`: the
-    sequence indices of each micro-batch."""
+    """Combine the micro-batches' token values (`parts`) into one tensor on the CPU, in the order of the batch.
+    `sequences`: the sequence indices of each micro-batch."""
     values = torch.cat([part.detach().float() for part in parts]).cpu()
     return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)
 
@@ -97,11 +97,11 @@ def sum_statistics(statistics: Sequence[S]) -> S:
 
 
 class MicroBatchRunner:
-    """An object that runs one kind of pass in as many micro-batches as the memory requires: the number that the token
-    budget gives, multiplied by `factor`. On a single rank, the factor doubles when memory runs out, and halves after
-    many successful passes. Several ranks raise an error instead, since they wait for each other in collectives. Only
-    `Worker.split_micro_batches` changes their factor. `recover`: a function that resets the model after a failed pass.
-    `shape`: the model's shape. It gives the computing cost, which is balanced over ranks. If `shape` is None, the
+    """An object that runs one kind of pass in micro-batches. The token budget gives a number of micro-batches, which is
+    multiplied by `factor`. On a single rank, the factor doubles when memory runs out, and halves after many successful
+    passes. With several ranks, an error is raised instead, because the ranks wait for each other in collectives. Their
+    factor is changed only by `Worker.split_micro_batches`. `recover`: a function that resets the model after a failed
+    pass. `shape`: the model's shape. It gives the computing cost, which is balanced over ranks. If `shape` is None, the
     number of tokens is balanced."""
 
     def __init__(
@@ -209,8 +209,8 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """The results of the optimizer steps before the first non-finite step, whose error is `failure`. All ranks have the
-    same number of steps."""
+    """The results of several optimizer steps. If a step was not finite, `steps` has only the results before this step,
+    and `failure` is the error of this step. All ranks have the same number of results."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None

@@ -315,7 +315,8 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do one step of a save: call the method `verb` of this rank's `RankSaver`."""
+        """Call the method `verb` of this rank's `RankSaver`, and return its result. Each of these methods is one step
+        of saving a checkpoint."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:

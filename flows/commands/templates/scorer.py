@@ -15,7 +15,7 @@ _SHORT = 20
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score one response. The text may be anything and may also be empty."""
+    """Score one response. The response may be any text, and it may be empty."""
     score = score_countdown(response, ground_truth)
     is_short = float(len(response) <= _SHORT)
     return Score(score.total, {**score.parts, "short": is_short}, score.said)

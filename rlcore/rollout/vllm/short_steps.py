@@ -110,7 +110,7 @@ class _Rows:
         return self.running[self.to_come[self.running] > self.num_ordered]
 
     def ending(self, rows: Any, sampled: Any) -> Any:
-        """Return the mask of `rows` that end with their new tokens `sampled`."""
+        """Return a mask over `rows`, True for each response that ends with its new token in `sampled`."""
         ends = self.to_come[rows] - self.num_taken <= 1
         for at in np.flatnonzero((sampled[:, None] == self.stop_token_ids).any(1)):
             ends[at] |= sampled[at] in self.requests[rows[at]].sampling_params.all_stop_token_ids

@@ -168,8 +168,8 @@ def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype
 
 def logprobs_mode(settings: RolloutConfig) -> str:
     """Return the vLLM mode whose log-probabilities are defined as in the trainer, with temperature but without top_p.
-    With top_p below 1, this is `raw` (before temperature and top_p), since the settings reject a temperature together
-    with top_p. Otherwise it is `processed` (after both)."""
+    If top_p is below 1, return `raw_logprobs` (before temperature and top_p), because the settings then require a
+    temperature of 1. Otherwise, return `processed_logprobs` (after temperature and top_p)."""
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
 
 
@@ -242,8 +242,8 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
 
 
 def give_float32_logits(model: nn.Module) -> None:
-    """Make vLLM compute logits in float32, as the trainer does, except in quantized heads. In bfloat16 a logit of 20 is
-    wrong by up to 0.06, and so is the log-probability of every confident token."""
+    """Make vLLM compute logits in float32, as the trainer does, except in quantized heads. In bfloat16, a logit of 20
+    is wrong by up to 0.06. The log-probability of every confident token then has an error of the same size."""
     head = getattr(model, "lm_head", None)
     method = getattr(head, "quant_method", None)
     if head is not None and type(method).__name__ == "UnquantizedEmbeddingMethod":

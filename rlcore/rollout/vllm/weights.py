@@ -156,7 +156,8 @@ class SentWeights:
 
 
 def _rows(held: Tensor | None, sent: _SentTensor) -> Tensor | None:
-    """Return the rows of a vLLM tensor that hold a sent tensor, or None if vLLM stores it in another form."""
+    """Return the part of the vLLM tensor `held` that contains the tensor `sent`, or None if vLLM stores `sent` in
+    another form."""
     if held is None or held.ndim != len(sent.shape):
         return None
     start = 0 if sent.rows_from_end is None else len(held) - sent.rows_from_end
