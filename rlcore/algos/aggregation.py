@@ -93,7 +93,8 @@ def _ranks(values: Floats, mask: Mask) -> Ids:
 
 def rank_share(values: Floats, mask: Mask) -> Floats:
     """Return, for each response token, the share of response tokens with larger values, in float64. Other tokens get 1.
-    `rank_share(values, mask) < p` selects the `ceil(p M)` of M response tokens with the largest values."""
+    If there are M response tokens, `rank_share(values, mask) < p` selects the `ceil(p M)` tokens with the largest
+    values."""
     shares = _ranks(values, mask).double() / mask.sum().clamp(min=1)
     return torch.where(mask, shares, torch.ones_like(shares))
 

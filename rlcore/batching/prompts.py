@@ -266,9 +266,9 @@ class MixedStream(PromptStream[Prompt]):
 class PassCounts:
     """The pass counts of R training rows. A row has s scored responses (`samples`), of which c are correct (`passes`).
 
-    A step with n scored and k correct responses changes s to `fade s + n` and c to `fade c + k`. A row has the weight 1
-    if s = 0 or c / s is inside `band`, otherwise `rest_weight`. `fade`, `band` and `rest_weight` are settings of
-    `PassRatesConfig`."""
+    `fade`, `band` and `rest_weight` are settings of `PassRatesConfig`. After a step with n scored and k correct
+    responses to a row, s becomes `fade * s + n`, and c becomes `fade * c + k`. The weight of a row is 1 if s = 0 or if
+    c / s is inside `band`. Otherwise the weight is `rest_weight`."""
 
     passes: Float[Array, "R"]
     samples: Float[Array, "R"]

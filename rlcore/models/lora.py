@@ -222,8 +222,8 @@ def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[T
 
 @functools.cache
 def _noise(device: torch.device) -> Int[Tensor, "C"]:
-    """Return fixed random integers from 0 to 2^16 - 1. They are fractions of the distance to the next bfloat16 number,
-    in units of a float32's last bit."""
+    """Return fixed random integers from 0 to 2^16 - 1. Added to the bits of a float32 before its lower 16 bits are
+    dropped, they round it at random to one of the two neighboring bfloat16 numbers."""
     drawn = torch.randint(1 << 16, (1 << 22,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     return drawn.to(device)
 
