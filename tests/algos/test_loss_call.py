@@ -80,6 +80,40 @@ def test_custom_loss_is_tried(returned: str, message: str | None, write: Write) 
         require_policy_loss(settings)
 
 
+SEEN = """
+import torch
+from rlcore.algos.losses import ppo_clip
+seen = []
+def loss(*values, behavior_logprobs, entropy, group_ids, settings):
+    seen.extend([*values, behavior_logprobs, entropy, group_ids])
+    return ppo_clip(*values, settings=settings)
+def advantage(scores, group_ids, *, lengths, parts, part_weights):
+    seen.extend([scores, group_ids, lengths, parts, part_weights])
+    return scores
+"""
+
+
+def test_the_trial_data_are_consistent(write: Write) -> None:
+    """A custom function may rely on every relation of the values that training gives it."""
+    name = write("own_seen", SEEN)
+    require_policy_loss(AlgoConfig(policy_loss=f"{name}:loss"))
+    policy, old, advantages, mask, sequence_ids, num_sequences, behavior, entropy, groups = sys.modules[name].seen
+    assert {len(one) for one in (policy, old, advantages, mask, sequence_ids, behavior, entropy)} == {6}
+    assert (sequence_ids.tolist(), num_sequences, groups.tolist()) == ([0, 0, 0, 1, 1, 1], 2, [0, 0])
+    assert mask.tolist() == [False, True, True] * 2
+    assert bool((policy < 0).all() & (old <= 0).all() & (behavior <= 0).all() & (entropy >= 0).all())
+    assert advantages.unique_consecutive().tolist() == [1.0, -1.0]
+    sys.modules[name].seen.clear()
+    require_advantage(AlgoConfig(advantage=f"{name}:advantage"))
+    scores, group_ids, lengths, parts, part_weights = sys.modules[name].seen
+    assert group_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert {len(scores), len(lengths), len(parts)} == {6}
+    assert parts.shape[1] == len(part_weights) == 2
+    assert {(0.0, 1.0), (1.0, 0.0)} == {tuple(row) for row in parts.tolist()}
+    assert bool((lengths >= 1).all())
+    assert all(0 < scores[group_ids == group].mean() < 1 for group in (0, 1)), "both groups have an advantage"
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"loss": torch.tensor(1.0)}, r"returns loss of shape \[\] and torch.float32, not of one float a token"),
     ({"clipped": torch.zeros(6)}, r"returns clipped of shape \[6\] and torch.float32, not of one bool a token"),

@@ -238,6 +238,14 @@ def test_importance_log_ratio_is_clamped() -> None:
     assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 
 
+def test_ratios_equal_to_the_bounds_are_kept() -> None:
+    old = torch.tensor([math.log(2), -math.log(2), 1.0, -1.0], dtype=torch.float64)
+    cap, mask = old[0].exp().item(), torch.ones(4, dtype=torch.bool)
+    settings = ImportanceConfig(mode="mask", cap=cap)
+    weights = importance_weights(old, torch.zeros(4).double(), mask, *of_one(4), settings=settings)
+    assert weights.tolist() == [cap, 1 / cap, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_importance_weight_of_nan_is_nan(mode: str) -> None:
     """A weight of 0 would hide the error."""
