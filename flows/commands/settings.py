@@ -252,7 +252,8 @@ def print_warnings(lines: Iterable[str]) -> None:
 def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
     """If `cfg` is set, print the settings as YAML, or only the section or value `package`.
 
-    Otherwise print the sources of the settings (files, groups and overrides), or the part of them that `info` names.
+    Otherwise print the sources of the settings (files, groups, overrides, and the source of each value that is not the
+    default), or the part of them that `info` names.
     """
     from rlcore.config.base import conf_dirs, leaves
     from rlcore.config.compose import compose

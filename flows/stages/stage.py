@@ -253,7 +253,7 @@ class Stage(ABC, Generic[R]):
         return self.make(run) if known is None else known
 
     def describe(self, result: R) -> str:
-        """Return a line that describes the result, or '' if no line must be printed."""
+        """Return a line that describes the result, or '' if nothing is printed."""
         return f"{self.label or self.name}: {result}"
 
 

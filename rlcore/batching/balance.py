@@ -1,7 +1,7 @@
 """Assignment of sequences to mini-batches, ranks and micro-batches, balanced by cost under a token budget.
 
 The largest differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982) balances
-ranks and micro-batches. If there are several ranks, they wait for each other at every micro-batch. Their cost is
+ranks and micro-batches. If there are several ranks, they wait for each other at every micro-batch. The balanced cost is
 therefore the number of operations. For a single rank, the cost is the number of tokens, because this number determines
 the memory."""
 
@@ -218,8 +218,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """A balancer that assigns the same number of sequences to each rank, so that all ranks have nearly the same total
-    cost. `max_tokens`: the token limit of a micro-batch. With `share_prompts`, all responses to a prompt go to the same
+    """A balancer that assigns the same number of sequences and nearly the same total cost to each
+    rank. `max_tokens`: the token limit of a micro-batch. With `share_prompts`, all responses to a prompt go to the same
     rank, if prompts have equally many responses and ranks can get equally many prompts."""
 
     num_ranks: int

@@ -172,7 +172,7 @@ class DynamicSamplingConfig(Section):
     """Replace each group whose responses all have the same score."""
     max_refills: Annotated[int, EffectiveWhen(".enabled")] = Field(default=2, ge=0)
     """The largest number of further sampling rounds in a step. If groups are still missing after the last round, the
-    step uses groups whose responses all have the same score."""
+    step also uses groups whose responses all have the same score."""
     checks = (
         rule(".enabled", "rollout.samples_per_prompt", "needs rollout.samples_per_prompt of 2 or more",
              lambda own, run: not own.enabled or run.rollout.samples_per_prompt >= 2,

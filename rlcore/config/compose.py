@@ -62,7 +62,8 @@ class Composition:
 
     `files`: the experiment's files, its own file last. `members`: the chosen option of each group. `override_keys`: the
     keys and groups that overrides set. `file_keys`: the keys that the last of `files` sets and no override sets.
-    `sources`: for each key, the file that sets it (for a group's key, the file of the chosen option) or "override"."""
+    `sources`: for each key, "override", the experiment's file that sets it, or the file of its group's chosen option.
+    The source is '' if there is none of these."""
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -101,13 +102,13 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
     settings, members = _compose_groups(chosen, findings)
     findings.sources |= {group: f"conf/{group}/{member}.yaml" for group, member in members.items()}
     for file in files:
-        findings.sources |= dict.fromkeys(leaves(file.keys), file.name)
         own = {
             group: member
             for group, member in _compose_groups(file.members, findings)[1].items()
             if group in EXCLUSIVE_GROUPS and group in file.keys and member != members[group]
         }
         kept = {key: value for key, value in file.keys.items() if key not in own}
+        findings.sources |= dict.fromkeys(leaves(kept), file.name)
         settings = check.as_plain(OmegaConf.merge(settings, kept))
     findings.values = leaves(settings)
     config = _validate_settings(settings, request.values, findings)

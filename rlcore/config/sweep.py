@@ -104,7 +104,7 @@ class Budget(Section):
     steps: int | None = Field(default=None, ge=1)
     """The largest total number of training steps, over all runs, in one call of `millrace sweep`."""
     hours: float | None = Field(default=None, gt=0)
-    """No further run starts when this number of hours has passed since the start of the call."""
+    """No further run starts once this number of hours has passed since the start of the call."""
 
 
 class Objective(Section):

@@ -202,9 +202,9 @@ class CausalPolicy(PackedTrunk):
         cache: DynamicCache,
     ) -> Float[Tensor, "B V"]:
         """Return the float32 logits of the token that follows L new tokens. Rows are left-padded, and S = cached tokens
-        + L. `attention_mask` is 1 for real tokens. The L new tokens are added to `cache`. No old tokens are dropped
-        from `cache`, because a sliding window is applied by masking. The model must be in evaluation mode, because
-        gradient checkpointing discards the cache."""
+        + L. `attention_mask` is 1 for real tokens. The L new tokens are added to `cache`, and no old tokens are
+        dropped. A sliding window is applied by masking. The model must be in evaluation mode, because gradient
+        checkpointing discards the cache."""
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
         with self._precision():
             output = self.decoder(

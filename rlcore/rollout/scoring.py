@@ -170,7 +170,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if new processes first score an empty response. False after such a call was too slow or ended its
+        """True if new processes first score an empty response. False after such a call was too slow or ended a second
         process."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None

@@ -193,6 +193,8 @@ def test_the_composed_settings_are_printed(capsys):
     assert said.startswith("2\noptim.lr: must be"), "nothing about values that are not printed"
     said = print_settings("run experiment=debug optim.lr=x --cfg job -p optim.lr", 2)
     assert said.startswith("# A value of the wrong type or range is replaced by its default. The problems follow.\n")
+    other_task = print_settings("run experiment=debug data=gsm8k data.source=gone --info", 2)
+    assert "value      data.template=chat  conf/data/gsm8k.yaml" in other_task, "not from the experiment's file"
     sources = print_settings("run --info defaults experiment=debug")
     assert sources.startswith("experiment experiment/debug.yaml\ngroups     data=countdown model=scratch")
     whole = print_settings("run --info experiment=debug")
