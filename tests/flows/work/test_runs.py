@@ -127,10 +127,12 @@ def test_resume_hint_names_command_or_flow_run(layout):
     (run_dir / RUN_LOCK).write_text(json.dumps(asdict(me)))
     assert resume_hint(run_dir) == SAME_COMMAND
     (run_dir / RUN_LOCK).write_text(json.dumps(asdict(replace(me, command=f"python {FLOW_RUN_COMMAND}"))))
-    for process, shown in ((None, "ID"), ([me.pid, me.born], "7f"), ([1, 1.0], "ID")):
+    unknown = "Retry on its Prefect page resumes it, or Resume if it is suspended"
+    known = "`prefect flow-run retry 7f` resumes it, or Retry on its page"
+    for process, expected in ((None, unknown), ([me.pid, me.born], known), ([1, 1.0], unknown)):
         if process is not None:
             (run_dir / STOP_FILE).write_text(json.dumps({"process": process, "time": 1.0, "flow_run": "7f"}))
-        assert resume_hint(run_dir) == f"`prefect flow-run retry {shown}` resumes it, or Retry on its page"
+        assert resume_hint(run_dir) == expected
 
 
 def test_state_of_an_idle_run(layout):
