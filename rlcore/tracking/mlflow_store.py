@@ -38,6 +38,7 @@ EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_developme
 PARENT_TAG = "mlflow.parentRunId"  # for nested runs
 NOTE_TAG = "mlflow.note.content"  # description of a run
 TABLES_TAG = "mlflow.loggedArtifacts"  # tables of a run
+VERSIONS_TAG = "mlflow.modelVersions"  # registered versions of a logged model
 VIEW = "millrace"  # id of the saved view of the experiment, whose columns and charts begin with the reward
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"  # stores the view for MLflow's pages
 COLUMN_WIDTHS = {

@@ -16,7 +16,7 @@ from rlcore.errors import TrackingError
 from rlcore.models.shape import is_plain_tokenizer
 from rlcore.score import HELD_OUT_REWARD
 from rlcore.tracking.connection import mlflow_name
-from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore, milliseconds
+from rlcore.tracking.mlflow_store import NOTE_TAG, VERSIONS_TAG, MlflowStore, milliseconds
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -190,8 +190,9 @@ def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: 
             raise
     versions = {model_of(each): str(each.version) for each in client.search_model_versions(f"name = '{name}'")}
     for alias, model_id in models.items():
+        model = client.get_logged_model(model_id)
         if model_id not in versions:
-            model, run = client.get_logged_model(model_id), client.get_run(run_id)
+            run = client.get_run(run_id)
             tags = {one.key: f"{one.value:.4g}" for one in model.metrics or () if one.key == HELD_OUT_REWARD}
             tags |= {"run": str(run.info.run_name), "step": model.tags["step"]}
             text = ", ".join(f"{key} {value}" for key, value in tags.items())
@@ -203,3 +204,6 @@ def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: 
                 mlflow.set_tracking_uri(before)
             versions[model_id] = str(made.version)
         client.set_registered_model_alias(name, alias, versions[model_id])
+        linked = json.loads(model.tags.get(VERSIONS_TAG, "[]"))
+        if (version := {"name": name, "version": int(versions[model_id])}) not in linked:
+            client.set_logged_model_tags(model_id, {VERSIONS_TAG: json.dumps([*linked, version])})

@@ -1,5 +1,6 @@
 """Logged models, and files of deleted runs, in a real sqlite store."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -148,3 +149,8 @@ def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_d
     assert last.tags == {"run": named, "step": "40", score: "0.25"}
     assert last.description == f"val/reward 0.25, run {named}, step 40"
     assert len(store.client.search_model_versions("name = 'mine'")) == 2, "one version per model"
+    registered = {str(model.model_id): json.loads(model.tags.get("mlflow.modelVersions", "[]")) for model in models}
+    assert {model_id: named for model_id, named in registered.items() if named} == {
+        weights[20]: [{"name": "mine", "version": 1}],
+        weights[40]: [{"name": "mine", "version": 2}],
+    }
