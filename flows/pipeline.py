@@ -36,6 +36,7 @@ from flows.parameters import (
 )
 from flows.progress import ValidationSummary, display
 from flows.server import watch
+from flows.stages.dataset import Dataset, Filter
 from flows.stages.outputs import Report, ReportPage, Validate
 from flows.stages.stage import Stage
 from flows.stages.train import WarmStart
@@ -153,9 +154,11 @@ def run_as_task(stage: Stage[R], run: OpenRun) -> R:
     return made
 
 
-def run_as_one_task(stages: Sequence[Stage[Any]], run: OpenRun, title: str) -> None:
-    """Run stages of a run as a single Prefect task. Raises Pause after a stage if the flow run was suspended."""
-    described = ""
+def run_as_one_task(stages: Sequence[Stage[Any]], run: OpenRun, title: str, record: MlflowRecord) -> None:
+    """Run stages of a run as a single Prefect task, and write the settings and datasets to MLflow after the filter.
+    Raises Pause after a stage if the flow run was suspended.
+    """
+    described, made = "", chain.StageResults()
 
     def work() -> object:
         nonlocal described
@@ -165,6 +168,9 @@ def run_as_one_task(stages: Sequence[Stage[Any]], run: OpenRun, title: str) -> N
                 if described:
                     log_and_print(described)
                 result = chain.run_with_retries(stage, run, log_and_print)
+                made.append((stage, result))
+                if stage == Filter():  # before a warm start, which MLflow then shows below the run
+                    record.start(made.of(Dataset()), made.of(Filter()))
                 described = _describe(stage, run, result)
                 if watch.is_suspended():
                     break
@@ -260,6 +266,11 @@ def pipeline(
     return Completed(message=message)
 
 
+def prefect_tags() -> dict[str, str]:
+    """Return the values of the current flow run that MLflow shows as tags of a run."""
+    return {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
+
+
 def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None:
     """Run the stages up to `until`. Return the result of the run, or None if the pipeline has later stages."""
     last = [stage for stage in chain.stages_of(settings.config) if stage.name == until]
@@ -275,8 +286,7 @@ def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None
             chain.run_stages(run, run_as_task, until)
             artifacts.show_checkpoints(run)
             return None
-        prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
-        with MlflowRecord(run, prefect) as record:
+        with MlflowRecord(run, prefect_tags()) as record:
             result = chain.run_chain(run, run_as_task, record, with_report=True)
             if result.report is not None:
                 artifacts.show_report(run, result.report)

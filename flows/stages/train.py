@@ -54,7 +54,9 @@ class WarmStart(Stage[InitialPolicy]):
         rows = planned_rows(run.planning_config)
         place = planned_initial_policy(config, rows)
         manifest, damage = read_finished_or_reason(place)
-        detail = remake_note(damage) or (_stop_rule(config.warm_start) if config.warm_start.enabled else "off: makes the model only")
+        detail = remake_note(damage) or (
+            _stop_rule(config.warm_start) if config.warm_start.enabled else "off: the model only"
+        )
         return StageStatus(self.name, place.name, place, manifest is not None, detail)
 
     def check(self, trial: Trial) -> None:

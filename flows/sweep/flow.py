@@ -26,7 +26,7 @@ from pydantic import Field
 from flows import chain
 from flows.artifacts import log_and_print, log_command, log_unused_settings, show_artifact
 from flows.parameters import NO_STRINGS, Count, Positive, Root, all_overrides, experiment_name, flow_root
-from flows.pipeline import CHECKED_SETTINGS, call_flow, keep_outcome, label_flow_run, run_as_one_task
+from flows.pipeline import CHECKED_SETTINGS, call_flow, keep_outcome, label_flow_run, prefect_tags, run_as_one_task
 from flows.progress import LabeledDisplay, display, format_duration, use_display
 from flows.server.watch import end_if_cancelled, end_if_suspended, limit_retries, watch_flow_run
 from flows.stages.train import Train
@@ -55,6 +55,7 @@ from flows.sweep.study import (
     sweep_lock,
 )
 from flows.work.checks import check_run
+from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS, group_members
 from rlcore.config.sweep import Budget, Sweep, format_point
@@ -270,8 +271,9 @@ def train_member(mlflow_parent: str | None, member: Member, to_step: int, label:
         config = config.model_copy(update={"tags": {**config.tags, PARENT_TAG: mlflow_parent}})
     command, title = settings.command("train"), f"{experiment_name(settings.experiment)} {label}"
     log_command(join(command))
-    with open_run(config, command, title) as run:
-        run_as_one_task(chain.stages_until(config, Train.name, to_step), run, f"train {title} to step {to_step}")
+    stages, what = chain.stages_until(config, Train.name, to_step), f"train {title} to step {to_step}"
+    with open_run(config, command, title) as run, MlflowRecord(run, prefect_tags()) as record:
+        run_as_one_task(stages, run, what, record)
 
 
 @flow(name="sweep-child")

@@ -135,8 +135,8 @@ class Counted(Stage[Made]):
 @flow
 def one_task(root: str, suspends: bool) -> None:
     run = OpenRun(compose_settings(["experiment=debug", f"paths.root={root}"]).config)
-    with watch.watch_flow_run():
-        run_as_one_task([Counted(suspends), Counted(False)], run, "both stages")
+    with watch.watch_flow_run(), MlflowRecord(run, {}) as record:
+        run_as_one_task([Counted(suspends), Counted(False)], run, "both stages", record)
 
 
 @pytest.mark.parametrize("suspends", [False, True])

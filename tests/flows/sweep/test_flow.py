@@ -125,6 +125,9 @@ def test_runs_are_nested_in_mlflow(twice):
     assert own.keys() == {run["run_id"] for point in twice.points for run in point["runs"]}
     above = {run: value for run, key, value in rows if key == "mlflow.parentRunId"}
     assert {above[run] for run in own.values()} == {parent}
+    warm = {run for run, key, value in rows if key == "millrace.run_id" and "warm-start" in value}
+    assert warm
+    assert {above.get(run) for run in warm} <= set(own.values()), "a warm start is below the run that trained it"
     sent = {key for run, key in mlflow_rows(root, "select run_uuid, key from metrics") if run == parent}
     assert sent >= {"sweep/reward/mean_at_2", "best/reward/mean_at_2"}
 

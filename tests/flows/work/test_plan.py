@@ -176,7 +176,7 @@ def test_done_stages_need_no_disk_space(artifacts_root):
     plan = make_plan(config)
     assert plan.warm_start_memory is None
     assert stage_of(plan, "dataset").detail == "countdown 512 train, 32 validation"
-    assert stage_of(plan, "warm-start").detail == "off: makes the model only"
+    assert stage_of(plan, "warm-start").detail == "off: the model only"
     assert of_name(plan, "train") == [("step 0-1", True), ("step 1-2", False)]
     assert 1_000 <= (size := plan.disk.checkpoint_bytes) < 10_000
     assert plan.disk.reserve_bytes == reserve
