@@ -132,7 +132,8 @@ def show_validation(run: OpenRun, summary: ValidationSummary) -> None:
 
 
 def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
-    metrics = sorted({metric for one in summaries.values() for metric in one if not metric.endswith(CI_SUFFIXES)})
+    found = {metric for one in summaries.values() for metric in one if not metric.endswith(CI_SUFFIXES)}
+    metrics = sorted(found, key=lambda metric: ("/reward/" not in metric, metric))
     return [
         {"metric": metric} | {name: with_interval(one, metric) for name, one in summaries.items()} for metric in metrics
     ]

@@ -110,11 +110,11 @@ def status(root: Path) -> None:
 
 
 def service_states(root: Path) -> list[tuple[Service, str]]:
-    """Return each recorded service with its state: `up`, `does not answer` or `gone`."""
+    """Return each recorded service with its state: `up`, `does not answer` or `not running`."""
     states = []
     for service in read_stack(root).services:
         state = "up" if services.is_ready(service) else "does not answer"
-        states.append((service, "gone" if service.process() is None else state))
+        states.append((service, "not running" if service.process() is None else state))
     return states
 
 

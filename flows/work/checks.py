@@ -20,7 +20,7 @@ from rlcore.config import CustomData, RunConfig
 from rlcore.config.check import suite_settings
 from rlcore.config.data import PROGRAMS, has_default_scorer, parts_of, scorers_of
 from rlcore.config.model import SMOLLM2
-from rlcore.errors import ConfigError, DataError, DiskSpaceError
+from rlcore.errors import ConfigError, DiskSpaceError
 from rlcore.models.hub import require_reachable
 from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, vocabulary_of
 from rlcore.rollout.scoring import require_environment, require_scorer
@@ -75,7 +75,7 @@ def _tokens(config: RunConfig) -> dict[str, int]:
 
 
 def require_root(root: Path) -> None:
-    """Check that files can be created in a workspace, which may not exist yet. Raises DataError with the reason."""
+    """Check that files can be created in a workspace, which may not exist yet. Raises ConfigError with the reason."""
     there = nearest_existing(root)
     try:
         with TemporaryFile(dir=there):  # permissions are not enough: no user can create a file in /proc
@@ -84,7 +84,7 @@ def require_root(root: Path) -> None:
         if is_out_of_room(reason):  # the plan reports the missing space
             return
         why = "" if reason.errno == errno.ENOENT else f": {reason.strerror}"  # the error of /proc
-        raise DataError(
+        raise ConfigError(
             f"paths.root: must be writable, and {there} is not (for {root}){why}. Make it writable, or choose another "
             "paths.root."
         ) from reason

@@ -160,6 +160,10 @@ def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
     """Return the content of a sweep's file that runs every combination of the values in overrides such as `seed=1,2,3`.
     Raises ConfigError if no override has several values."""
     several = {_key(text): values for text in overrides if (values := swept_values(text))}
+    for text in overrides:
+        if re.match(r"[^=]+=(glob|interval)\(", text):
+            remedy = "List the values, as in a,b. A sweep's file can search in a range (docs/sweeps.md)"
+            raise settings_error([Problem(_key(text), "must list its values with --multirun", text, remedy)])
     if not several:
         remedy = "Give one, as in seed=1,2,3 or optim.lr=1e-4,1e-3"
         raise settings_error(

@@ -181,6 +181,8 @@ def _differences_from_first(runs: Runs) -> Finding:
         return finding("not known", "muted", "No other run was evaluated on the same problems as the first run.")
     apart = sum(gain.excludes_zero for gain in gains.values())
     text = "; ".join(f"{name} minus {base}: {signed_interval(gain)}" for name, gain in gains.items()) + "."
+    if not_compared := [label for label, _ in others if label not in gains]:
+        text += f" Not evaluated on the same problems: {', '.join(not_compared)}."
     values = {label: asdict(gain) for label, gain in gains.items()}
     return finding(f"{apart} of {len(gains)} differ", "" if apart else "watch", text, numbers=values)
 

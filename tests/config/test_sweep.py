@@ -177,3 +177,7 @@ def test_multirun_content_separates_seeds_values_and_shared_settings() -> None:
         "grid": {"algo": ["grpo", "rloo"], "data.operations": [["+", "-"], ["+"]]},
     }  # fmt: skip
     assert multirun_content(["seed=1,2"]) == {"name": "defaults", "overrides": [], "seeds": [1, 2]}
+    for text in ("algo=glob(*)", "optim.lr=interval(0.1,0.2)"):
+        key = text.partition("=")[0]
+        with pytest.raises(ConfigError, match=rf"^{key}: must list its values with --multirun; got {re.escape(text)}"):
+            multirun_content(["seed=1,2", text])

@@ -24,6 +24,7 @@ from flows.cli import EXIT_WRONG_SETTINGS, app, exit_code
 from rlcore import sandbox
 from rlcore.config import CountdownData
 from rlcore.config.compose import load_config
+from rlcore.config.fingerprint import run_id
 from rlcore.config.sweep import load_sweep, multirun_content
 from tests.helpers.file_shapes import write_files, write_tokenizer
 from tests.helpers.hub_server import Repository, serving, use_hub
@@ -223,6 +224,13 @@ def test_every_named_deployment_exists_and_takes_the_settings() -> None:
             assert name in by_name, line
             for override in (word.removeprefix("overrides=") for word in words if word.startswith("overrides=")):
                 load_config(json.loads(override), experiment=by_name[name]["parameters"]["experiment"])
+
+
+def test_run_ids_in_pages_are_those_of_the_demo() -> None:
+    name = run_id(load_config(["experiment=countdown_demo"]))
+    pages = [page.read_text(encoding="utf-8") for page in PAGES_NOW]
+    found = [shown for page in pages for shown in re.findall(r"countdown_demo-s1-[0-9a-f]{8}", page)]
+    assert set(found) == {name}
 
 
 def test_every_setting_of_the_comparison_with_verl_and_trl_exists() -> None:

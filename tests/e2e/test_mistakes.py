@@ -187,7 +187,7 @@ def test_a_mistake_is_reported_before_anything_starts(
     before = set(folder.iterdir())
     code = exit_code(lambda: app([verb, *words, *(["--dry-run"] if verb in ("train", "sweep") else [])]))
     said = capsys.readouterr().err
-    is_setting = said.startswith(("data.source: must be a folder", "data.question: must name"))
+    is_setting = said.startswith(("data.source: must be a folder", "data.question: must name", "paths.root: must"))
     assert code == 2 if is_setting else code in (1, 2), said
     assert [text for text in reported if text not in said] == [], said
     assert "Traceback" not in said

@@ -93,6 +93,8 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(first, ap
     figures = {row["metric"]: row for row in json.loads(artifacts["validation"])}
     assert set(figures["val-core/countdown/reward/greedy"]) == {"metric", "before", "after"}
     latest = {row["metric"]: row for row in json.loads(artifacts["latest-validation"])}
+    is_reward = ["/reward/" in metric for metric in latest]
+    assert is_reward == sorted(is_reward, reverse=True), "the reward is first"
     for step in (0, 20, 40, 60):
         low, high = (measured[step][f"{reward}/{end}"] for end in ("ci_low", "ci_high"))
         assert latest[reward][f"step {step}"] == f"{measured[step][reward]:.3f} [{low:.3f}, {high:.3f}]"

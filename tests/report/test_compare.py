@@ -154,6 +154,14 @@ def test_seed_table_and_finding(run_dirs, comparison):
     assert (row["Lowest"], row["Highest"]) == (min(last), max(last))
 
 
+def test_runs_on_other_problems_are_named(run_dirs, comparison, tmp_path):
+    assert "Not evaluated on the same problems" not in finding(comparison, "Against the first run")["statement"]
+    mixed = compare_runs([run_dirs[0], run_dirs[2], run_dirs[4]], target=tmp_path / "mixed")
+    found = finding(mixed, "Against the first run")
+    assert found["numbers"].keys() == {"lr1e-5-s1"}
+    assert found["statement"].endswith(". Not evaluated on the same problems: ppo.")
+
+
 def test_runs_are_paired_with_first_run(run_dirs, comparison):
     first, other = (
         ValidationResult.read(folder / "validation" / "after.json") for folder in (run_dirs[0], run_dirs[2])

@@ -137,7 +137,7 @@ def test_an_up_that_fails_takes_down_what_it_has_started(tmp_path, capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("has ended")] == [
         "prefect"
     ]
-    assert {state for _, state in service_states(tmp_path)} == {"gone"}
+    assert {state for _, state in service_states(tmp_path)} == {"not running"}
 
 
 @pytest.mark.prefect

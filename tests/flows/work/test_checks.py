@@ -12,7 +12,7 @@ from flows.work.checks import check_before_plan, check_before_start, check_evalu
 from flows.work.plan import make_plan
 from flows.work.slots import Slots
 from rlcore.config import SuiteConfig
-from rlcore.errors import ConfigError, DataError, DiskSpaceError
+from rlcore.errors import ConfigError, DiskSpaceError
 from rlcore.storage.disk import RoomReport
 from tests.flows.conftest import changed
 
@@ -21,7 +21,7 @@ def test_unwritable_root_is_reported_with_existing_folder(tmp_path):
     require_root(tmp_path / "not" / "there")
     assert list(tmp_path.iterdir()) == []
     message = "paths.root: must be writable, and /proc is not (for /proc/no/such). Make it writable, or choose another "
-    with pytest.raises(DataError, match=f"^{re.escape(message)}paths.root.$"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}paths.root.$"):
         require_root(Path("/proc/no/such"))
 
 
