@@ -9,10 +9,10 @@ r"""Count how many random mutations of the sources make a test fail.
 
 A mutation changes one expression, such as a comparison, `and`, `not`, a number, True, a sign, `min` or a condition.
 Another kind of mutation deletes a statement: a call, a raise, a break or a `+=`. In a copy of the checkout, the tests
-that execute the mutated statement run, beginning with the 20 quickest. If a test fails, it has noticed the mutation,
-and no more tests run. The folder's tests run instead if --lines is not given or no test executes the statement. A
-timeout (--limit) also counts as noticed. At the end, the tests that noticed a mutation run on the unchanged sources. If
-a test also fails there, the mutations that it noticed count as unnoticed.
+that execute the mutated statement run, beginning with the 20 quickest. The folder's tests run last, because the
+coverage file lacks the lines that subprocesses execute. If a test fails, it has noticed the mutation, and no more tests
+run. A timeout (--limit) also counts as noticed. At the end, the tests that noticed a mutation run on the unchanged
+sources. If a test also fails there, the mutations that it noticed count as unnoticed.
 
 The mutations and their tests are written to --out (JSON). If the file exists, its results for folders without new
 mutations are kept. If an unnoticed mutation changes no behavior, a reviewer can write the reason into its entry
@@ -62,7 +62,7 @@ class Mutation:
     from 1, and a column.
 
     `statement` is the line where the mutated statement begins. `tried` is the number of tests that execute this line,
-    or 0 if all tests of the folder ran instead. `noticed_by` is the test that failed, or "limit" after a timeout.
+    or 0 if only the folder's tests ran. `noticed_by` is the test that failed, or "limit" after a timeout.
     `equivalent` is the reason, given by a reviewer, why the mutation changes no behavior."""
 
     folder: str
@@ -253,7 +253,7 @@ def main() -> None:
             known = tests_by_line(chosen.lines).get(one.file, {}) if chosen.lines else {}
             tests = known.get(one.start[0]) or known.get(one.statement) or []
             one.tried = len(tests)
-            for some in (tests[:FIRST], tests[FIRST:]) if tests else ([_tests_of(one.folder)],):
+            for some in (tests[:FIRST], tests[FIRST:], [_tests_of(one.folder)]):
                 if some and one.noticed_by is None:
                     one.noticed_by = first_failure(checkout, some, chosen.limit, chosen.processes)
             (checkout / one.file).write_text(source)

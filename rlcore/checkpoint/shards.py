@@ -188,8 +188,7 @@ def _groups(parts: Iterable[LocalPart]) -> Iterator[list[LocalPart]]:
     group: list[LocalPart] = []
     size = 0
     for part in parts:
-        is_elsewhere = part.local.numel() == 0 and math.prod(part.global_shape) > 0
-        if is_elsewhere or not part.is_written_here:
+        if part.local.numel() == 0 and math.prod(part.global_shape) > 0:  # other ranks have all of it
             continue
         size += num_bytes([part])
         if group and size > MAX_FILE_BYTES:

@@ -95,7 +95,7 @@ class RunRecord:
             return state
         return replace(state, best_metric=score, best_step=result.step)
 
-    def finish(self, *, failed: bool, is_over: bool = False) -> None:
+    def finish(self, *, failed: bool, is_over: bool) -> None:
         """Commit the current save and record the end of the run. If `is_over` is true, record the run as finished even
         before its last step, and do not wait for the delivery to MLflow."""
         try:

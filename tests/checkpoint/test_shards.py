@@ -268,6 +268,14 @@ def test_files_that_disagree_on_a_tensor_are_damaged(tmp_path: Path, other: torc
         ShardReader(tmp_path).__enter__()
 
 
+def test_a_tensor_without_elements_on_this_rank_is_not_written(tmp_path: Path) -> None:
+    nothing = LocalPart("a", (4, 2), Box((4, 0), (0, 2)), torch.ones(0, 2), True)
+    empty = LocalPart("b", (0, 2), Box((0, 0), (0, 2)), torch.ones(0, 2), True)
+    write_parts(tmp_path, [nothing, empty], rank=1, world_size=2)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert load_file(file).keys() == {"b"}, "an empty tensor of the model is written"
+
+
 def test_missing_file_of_a_rank_is_an_error(tmp_path: Path) -> None:
     half = LocalPart("a", (4,), Box((0,), (2,)), torch.ones(2), True)
     write_parts(tmp_path, [half], rank=0, world_size=2)

@@ -185,6 +185,15 @@ def test_newest_checkpoint_that_fits_the_journal_is_used(tmp_path, journaled, ca
     assert (tmp_path / "checkpoints" / "step-000003.left.1").is_dir()
 
 
+@pytest.mark.usefixtures("journaled")
+def test_damaged_checkpoints_of_later_steps_stay(tmp_path):
+    flip(tmp_path / "checkpoints" / "step-000003" / "settings.json", 0)
+    with_journal(tmp_path).set_aside_later(1)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        "step-000001", "step-000002.left.1", "step-000003",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("reason", ["was changed", "is lost"])
 def test_newest_is_used_where_none_fits_the_journal(tmp_path, journaled, caplog, reason):
     if reason == "is lost":

@@ -206,6 +206,8 @@ def _copy(source, target, parts):
 @pytest.mark.parametrize(("words", "says", "got", "remedy"), [
     ("model.scratch.num_heads=6 rollout.engine=vllm", f"{VLLM_HEADS}32 or more", "heads of 16",
      "Use 3 heads, hidden_size=192, or rollout.engine=hf"),
+    ("model.scratch.num_heads=10 model.scratch.hidden_size=240 rollout.engine=vllm", f"{VLLM_HEADS}32 or more",
+     "heads of 24", "Use 6 heads, hidden_size=320, or rollout.engine=hf"),
     ("model.scratch.num_heads=8 model.scratch.hidden_size=192 rollout.engine=vllm runtime.device=cpu",
      ON_A_CPU, "heads of 24", "Use 6 heads, hidden_size=256, or rollout.engine=hf"),
     ("data.target_high=100", COVERED, "99 with number_high 20 and targets 1 to 100",

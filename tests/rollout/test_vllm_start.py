@@ -15,13 +15,14 @@ from torch import nn
 from transformers import LlamaConfig
 
 from rlcore.config.rollout import RolloutConfig
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, EngineError
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, engine_pool_bytes, missing_vllm_message, require_vllm
 from rlcore.rollout.vllm.start import (
     EngineShape,
     engine_arguments,
     give_float32_logits,
     start_failure_message,
+    start_vllm,
     unsupported_dtype,
 )
 
@@ -185,6 +186,13 @@ def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is none
     with pytest.raises(ConfigError, match=re.escape(f"rollout.engine: vllm is not installed here. {install}")):
         require_vllm()
+
+
+def test_an_import_that_fails_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlcore.rollout.vllm.start.require_vllm", lambda: None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EngineError, match=r"^rollout\.engine: vllm is not installed here \(.*vllm"):
+        start_vllm(shape(model, "cpu"), settings())
 
 
 def test_engine_pool_bytes_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

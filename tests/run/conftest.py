@@ -37,4 +37,4 @@ def record(tmp_path: Path, reported: Reported) -> Iterator[RunRecord]:
     guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=reported.append, abandon=lambda error: None)
     made = RunRecord(config, layout, guard)
     yield made
-    made.finish(failed=False)
+    made.finish(failed=False, is_over=False)
