@@ -132,6 +132,16 @@ class Counted(Stage[Made]):
         return f"made {result.data}"
 
 
+@pytest.mark.parametrize("name", ["impressive-vulture", "xi4-setlik", "phi70-barad-dur", "alpha-canis-majoris"])
+def test_a_name_that_prefect_generates_is_known(name):
+    assert pipeline.GENERATED_NAME.fullmatch(name)
+
+
+@pytest.mark.parametrize("name", ["lr-high-2", "grpo2-long", "my-first-run", "baseline"])
+def test_a_name_of_a_user_stays(name):
+    assert not pipeline.GENERATED_NAME.fullmatch(name)
+
+
 @flow
 def one_task(root: str, suspends: bool) -> None:
     run = OpenRun(compose_settings(["experiment=debug", f"paths.root={root}"]).config)
