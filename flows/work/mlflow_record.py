@@ -124,6 +124,8 @@ def log_run_page(
         if not is_delivered(run.layout.run_dir):  # the trainer waits for MLflow only for a short time
             with suppress(RunInUseError):  # the delivery process still sends
                 sync_run(run.layout.run_dir)
+        elif page.store.client.get_run(page.id).info.status != "FINISHED":  # it was stopped after its last step
+            page.store.set_status(page.id, "FINISHED")
         report, *weights = outcome
         log_result(run, page, report)
         log_models(run, page, *weights)
