@@ -1,5 +1,6 @@
 """The public Python API for a notebook or script, imported from `flows.api`. See docs/python.md."""
 
 from flows.api import Run, compose, open, run, runs
+from rlcore.errors import ConfigError, MillraceError
 
-__all__ = ["Run", "compose", "open", "run", "runs"]
+__all__ = ["ConfigError", "MillraceError", "Run", "compose", "open", "run", "runs"]

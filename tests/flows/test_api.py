@@ -23,8 +23,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 def test_folders_of_the_same_names_do_not_hide_the_packages(tmp_path):
     for name in ("millrace", "data", "conf"):  # such as the parent folder of a clone
         (tmp_path / name).mkdir()
-    words = [sys.executable, "-c", "import millrace, data.rows, flows.cli; print(millrace.compose.__name__)"]
-    assert subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout == "compose\n"
+    words = [sys.executable, "-c", "import millrace, data.rows, flows.cli; print(millrace.ConfigError.__name__)"]
+    assert subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout == "ConfigError\n"
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint:UserWarning")  # of MLflow's, where warnings are errors
