@@ -66,7 +66,7 @@ install-vllm: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/millrace run experiment=countdown_demo $(ARGS)
 	@echo "  responses  $(BIN)/millrace rollouts countdown_demo-s1"
-	@echo "  next run   $(BIN)/millrace run experiment=countdown_demo seed=2 $(ARGS)"
+	@echo "  next run   $(BIN)/millrace run experiment=countdown_demo seed=2$(if $(ARGS), $(ARGS))"
 	@echo "  then       $(BIN)/millrace compare countdown_demo-s1 countdown_demo-s2"
 
 # Three workers for two cores, because tests wait for processes, deadlines and disks. Four take as long.

@@ -206,20 +206,29 @@ def console_for_tables() -> "Console":
     return Console(highlight=False, markup=False, soft_wrap=True, width=width)
 
 
+MIN_NOTE_WIDTH = 24  # characters of a table's last column; if there are fewer, its cells are printed below the table
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] = ()) -> None:
-    """Print rows as a table. Outside a terminal, print each row as a line with tabs between the cells."""
+    """Print rows as a table. Outside a terminal, print each row as a line with tabs between the cells. In a narrow
+    terminal, print the cells of the last column below the table."""
     if not sys.stdout.isatty():
         for row in rows:
             print(printable("\t".join(" ".join(cell.split()) for cell in row)))
         return
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
+    console, table = console_for_tables(), Table(box=None, pad_edge=False, header_style="bold")
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    is_narrow = sum(widths[:-1]) + 2 * len(widths) + min(widths[-1], MIN_NOTE_WIDTH) > console.width
+    for name in columns[:-1] if is_narrow else columns:
         table.add_column(name, no_wrap=name != columns[-1], overflow="fold")
     for row, style in zip_longest(rows, styles):
-        table.add_row(*map(printable, row), style=style)
-    console_for_tables().print(table, soft_wrap=False)
+        table.add_row(*map(printable, row[: len(table.columns)]), style=style)
+    console.print(table, soft_wrap=False)
+    for row in rows if is_narrow else ():
+        if row[-1]:
+            print(printable(f"{row[0]}: {row[-1]}"))
 
 
 def printable(text: str) -> str:

@@ -79,7 +79,7 @@ def runs(
         figures = ("" if figure is None else f"{figure:.3f}" for figure in (one.score, one.reward))
         age = format_age(time.time() - one.changed)
         rows.append((one.run_id, one.state, steps, *figures, age, size(one.size_bytes), one.note))
-    print_table(("run", "state", "step", "held-out", "reward", "age", "size", "what for"), rows)
+    print_table(("run", "state", "step", "held-out", "reward", "age", "size", "note"), rows)
 
 
 def format_age(seconds: float) -> str:
@@ -279,4 +279,4 @@ def _show_slots(state: "SlotState", root: Path) -> None:
         taken = ("free", "", "", "") if holder is None else ("taken", *cells(holder))
         rows.append((str(number), device, *taken, ""))
     rows += [("", "", "waiting", *cells(one), state.wait_reason(one)) for one in state.waiting]
-    print_table(("slot", "GPU", "state", "run", "priority", "age", "what for"), rows)
+    print_table(("slot", "GPU", "state", "run", "priority", "age", "note"), rows)

@@ -274,8 +274,10 @@ class MlflowRecord:
             status: FinalStatus = "KILLED" if is_stop(error) else "FAILED"
 
             def end() -> None:
-                if mlflow_run := MlflowContents.read(run.layout).mlflow_run_id:
-                    MlflowStore(run.config.tracking, run.layout.root).set_status(mlflow_run, status)
+                known = MlflowContents.read(run.layout)
+                if known.mlflow_run_id:
+                    MlflowStore(run.config.tracking, run.layout.root).set_status(known.mlflow_run_id, status)
+                    replace(known, report="").write(run.layout)  # so that a retry ends the run again
 
             try:
                 self._thread.submit(end).result(END_WAIT_S)

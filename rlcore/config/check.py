@@ -138,7 +138,8 @@ def _value_problem(key: str, detail: ErrorDetails, findings: Findings) -> Proble
             remedy = did_you_mean(str(value), expected.replace("'", "").replace(" or ", ", ").split(", "))
     source, before = findings.sources.get(key), findings.values.get(key)
     in_file = f", in {source} {format_value(before)}" if source and before != value else ""
-    return Problem(key, rule_text(detail), format_value(value), (remedy + _describe(key, in_file)).strip())
+    task = str(findings.values.get("data.task", ""))
+    return Problem(key, rule_text(detail), format_value(value), (remedy + _describe(key, in_file, task)).strip())
 
 
 def rule_text(detail: ErrorDetails) -> str:
@@ -147,10 +148,12 @@ def rule_text(detail: ErrorDetails) -> str:
     return text.replace("Input should be", "must be").replace("String should", "must")
 
 
-def _describe(key: str, in_file: str = "") -> str:
+def _describe(key: str, in_file: str = "", task: str = "") -> str:
     if key not in all_keys():
         return f"docs/settings.md describes {key if key in section_names() else 'every key'}"
     field_info = all_keys()[key][0]
+    if key.startswith("data.") and task in TASKS:
+        field_info = TASKS[task].model_fields.get(key.removeprefix("data."), field_info)
     default = format_value(field_info.get_default(call_default_factory=True, validated_data={}))
     return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default}{in_file})"
 

@@ -62,7 +62,7 @@ class Composition:
 
     `files`: the experiment's files, its own file last. `members`: the chosen option of each group. `override_keys`: the
     keys and groups that overrides set. `file_keys`: the keys that the last of `files` sets and no override sets.
-    `sources`: for each key, "override", the experiment's file that sets it, or the file of its group's chosen option.
+    `sources`: for each key, "override", the experiment's file that sets it, or the chosen option of its group.
     The source is '' if there is none of these."""
 
     config: RunConfig
@@ -115,8 +115,9 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
     given = {key for written in request.values if not written.delete for key in written.names}
     in_file = leaves(files[-1].keys).keys() - given if files else frozenset()
     shown_files = [file.name for file in files]
+    chosen_options = {group: f"{group}={member}" for group, member in members.items()}
     sources = {
-        key: findings.sources.get(key) or findings.sources.get(key.partition(".")[0], "") for key in findings.values
+        key: findings.sources.get(key) or chosen_options.get(key.partition(".")[0], "") for key in findings.values
     }
     sources |= dict.fromkeys(given, "override")
     overridden = given | request.choices.keys()

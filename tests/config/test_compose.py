@@ -95,6 +95,11 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
     assert line.endswith(f"Did you mean {right}?" if right else "docs/settings.md lists every key")
 
 
+def test_the_default_in_a_message_is_that_of_the_task() -> None:
+    with pytest.raises(ConfigError, match=r"^data\.train_size: must be .*; got many\. .*\(default 1000\)"):
+        load_config(["experiment=debug", "data=custom", "data.build=a:b", "data.scorer=a:c", "data.train_size=many"])
+
+
 @pytest.mark.parametrize(("override", "expected"), [
     ("validation.suites=[{name:x,data:{task:countdown,tmplate:bare}}]",
      "data.tmplate: there is no such setting; got bare. Did you mean data.template?"),
@@ -145,7 +150,7 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
     ("hydra.run.dir=x", "Hydra's own settings (output folders, launchers, logging) are not supported"),
     ("hydra/launcher=joblib", "Hydra's own settings (output folders, launchers, logging) are not supported"),
     ("rollout.n=4", "got 4. From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)"),
-    ("beta=0.1", "From verl or TRL: algo.kl.where=loss algo.kl.coef, beta=0 is algo.kl.where=off (docs"),
+    ("beta=0.1", "From verl or TRL: algo.kl.where=loss algo.kl.coef, beta=0 corresponds to algo.kl.where=off (docs"),
     ("actor_rollout_ref.actor.clip_ratio_high=1", "From verl or TRL: algo.clip_low, algo.clip_high (docs"),
     ("+seed=2", "seed: exists already, and + adds only new keys; got +seed=2. Write seed=2"),
     ("~sed", "there is no such key to delete; got ~sed. Did you mean seed?"),

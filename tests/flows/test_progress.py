@@ -11,7 +11,16 @@ import pytest
 from rich.console import Console
 
 from flows.cli import exit_code
-from flows.progress import LabeledDisplay, LiveDisplay, PlainDisplay, describe, display, metrics_text, use_display
+from flows.progress import (
+    LabeledDisplay,
+    LiveDisplay,
+    PlainDisplay,
+    describe,
+    display,
+    metrics_text,
+    print_table,
+    use_display,
+)
 from flows.stages.dataset import show_rows
 from flows.work.protocol import CheckpointSaved, Note, Progress, RunEvent
 from rlcore.errors import MillraceError
@@ -115,3 +124,15 @@ def test_filter_reports_progress(capsys):
         assert capsys.readouterr().out == ""
         show_rows("train", 1_000, 2_000)
     assert "filter, rows of train: step 1000/2000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_notes_of_a_table_are_never_cut(width, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("flows.progress.console_for_tables", lambda: Console(width=width, soft_wrap=True))
+    note = "its process has ended; the same command resumes it"
+    print_table(("run", "state", "note"), [("debug-s1-0a1b2c3d", "lost", note), ("debug-s2-0a1b2c3d", "finished", "")])
+    shown = capsys.readouterr().out
+    assert (f"debug-s1-0a1b2c3d: {note}" in shown, "note" in shown.splitlines()[0]) == (width == 40, width == 80)
+    assert set(note.split()) <= set(shown.split())
+    assert "debug-s2-0a1b2c3d:" not in shown

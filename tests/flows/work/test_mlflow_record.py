@@ -162,7 +162,6 @@ def test_rest_of_the_journal_is_sent_at_the_end(artifacts_root, empty_store, mon
     assert (found.info.status, found.data.metrics["critic/score/mean"]) == ("FINISHED", 0.5)
     assert [point.step for point in client.get_metric_history(known.mlflow_run_id, "critic/score/mean")] == [1, 2]
     with open_run(config, ()) as run:
-        MlflowContents(known.mlflow_run_id, settings=digests[0]).write(run.layout)
         with suppress(StopRequestedError), MlflowRecord(run, {}):
             raise StopRequestedError("requested to end after the last step")
         assert client.get_run(known.mlflow_run_id).info.status == "KILLED"
