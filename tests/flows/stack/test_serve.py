@@ -121,7 +121,7 @@ def test_the_limit_has_the_slots_and_those_in_use(stack):
     slots = Slots(stack.root)
     assert read_limits(stack) == []
     slots.set_devices(["0", "0", "1"])
-    # Each read updates the limit. On a busy machine, sqlite may refuse an update, and a page shows the last known state.
+    # Each read updates the limit. If sqlite is busy and refuses the update, a page shows the last known state.
     wait_until(lambda: read_limits(stack) == [("millrace-slots", 3, 0, True)], "the slots are shown")
     held = slots.acquire(SlotRequest("a-run", 2, 0, 0.0, 1), lambda reason: None)
     place = "v2/concurrency_limits/millrace-slots"
