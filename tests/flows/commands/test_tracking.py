@@ -319,7 +319,7 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced, reference, tmp_pa
             tab.call("Page.navigate", url=run_page)
             counted = (f"Parameters ({len(first.data.params)})", f"Metrics ({len(first.data.metrics)})", "countdown (")
             wait_for(tab, "Description", *counted, "Datasets", "Models", "Held-out reward")
-            wait_for(tab, *(models := [f"{reference.run_dir.name}-{kind}-000060" for kind in ("weights", "step")]))
+            wait_for(tab, *(models := [f"{kind}-60-{reference.run_dir.name}" for kind in ("weights", "step")]))
             tab.call("Page.navigate", url=f"{reported[1]}/#/experiments/{first.info.experiment_id}/models")
             wait_for(tab, *models)
             tab.call("Page.navigate", url=f"{run_page}/model-metrics")
