@@ -77,15 +77,22 @@ class Prompt(Odd):
     HANGS = -1
 
 
+def kill_once(pid: int) -> None:
+    """Kill one process, whichever of the processes asks first."""
+    try:
+        Path(os.environ["KILLED_ONCE"]).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(pid, 9)
+
+
 class KilledOnce(Counting):
     """Kills its process once, at the first third turn, as a user might."""
 
     async def step(self, text: str) -> Turn:
         turn = await super().step(text)
-        mark = Path(os.environ["KILLED_ONCE"])
-        if self.turns == 3 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), 9)
+        if self.turns == 3:
+            kill_once(os.getpid())
         return turn
 
 
@@ -94,10 +101,9 @@ class KillsTheRun(Counting):
 
     async def step(self, text: str) -> Turn:
         turn = await super().step(text)
-        mark, journal = Path(os.environ["KILLED_ONCE"]), Path(os.environ["JOURNAL"])
-        if self.turns == 3 and not mark.exists() and journal.exists() and journal.read_bytes().count(b"\n") >= 4:
-            mark.touch()
-            os.kill(os.getppid(), 9)
+        journal = Path(os.environ["JOURNAL"])
+        if self.turns == 3 and journal.exists() and journal.read_bytes().count(b"\n") >= 4:
+            kill_once(os.getppid())
         return turn
 
 
