@@ -343,7 +343,7 @@ class PromptTokenizer:
         """Return the special tokens that the tokenizer adds before and after plain text. An end-of-sequence token after
         the text is omitted."""
         [plain] = encode_whole(self.backend, ["a"])
-        [full] = encode_whole(self.backend, ["a"], add_special_tokens=True)
+        full = to_bytes(self.backend.encode("a").ids)
         for start in range(0, len(full) - len(plain) + 1, ID_BYTES):
             if full[start : start + len(plain)] == plain:
                 after = full[start + len(plain) :]
@@ -359,19 +359,15 @@ def to_bytes(ids: Sequence[int]) -> bytes:
     return np.asarray(ids, dtype=np.int32).tobytes()
 
 
-def encode_whole(backend: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[bytes]:
-    """Tokenize each text as a whole with the tokenizer itself. Return the token ids as bytes."""
-    found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+def encode_whole(backend: Any, texts: Sequence[str]) -> list[bytes]:
+    """Tokenize each text as a whole with the tokenizer itself, without special tokens. Return the ids as bytes."""
+    found = backend.encode_batch_fast(list(texts), add_special_tokens=False)
     return [to_bytes(encoding.ids) for encoding in found]
-
-
-class _PieceSpaceError(Exception):
-    """The white space of a text prevents tokenization by pieces."""
 
 
 class _Pieces(dict[str, bytes]):
     """A cache of the token ids of pieces, which are the texts between single spaces. `lead` (a space or '') is put
-    before a piece when it is tokenized."""
+    before a piece when it is tokenized. Raises KeyError if other white space prevents tokenization by pieces."""
 
     def __init__(self, backend: Any, lead: str) -> None:
         super().__init__()
@@ -379,7 +375,7 @@ class _Pieces(dict[str, bytes]):
 
     def __missing__(self, piece: str) -> bytes:
         if _OTHER_SPACE.search(piece) or (self._lead and not piece[:1].strip()):
-            raise _PieceSpaceError
+            raise KeyError(piece)
         if len(self) >= _MAX_PIECES:
             self.clear()
         [self[piece]] = encode_whole(self._backend, [self._lead + piece])
@@ -414,7 +410,7 @@ class PieceEncoder:
         head, *rest = text.split(" ")
         try:
             return b"".join((self._heads[head], *map(self._pieces.__getitem__, rest)))
-        except _PieceSpaceError:
+        except KeyError:
             return None
 
 
