@@ -26,7 +26,7 @@ from results import write_result
 
 from data.filter import filter_dataset
 from data.tasks import build_dataset
-from rlcore.config import CountdownData, FilterConfig
+from rlcore.config import CountdownData, FilterConfig, RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 MIN_RATIO, MAX_SECOND_S = 10.0, 2.0
@@ -121,9 +121,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
     slow_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     limit = FilterConfig().max_prompt_tokens
     few = CountdownData(train_size=100, validation_size=10, template="chat")
-    filter_dataset(
-        build_dataset(few, seed=2, root=folder / "few").directory, tokenizer, FilterConfig(), root=folder / "few"
-    )
+    filter_dataset(build_dataset(few, seed=2, root=folder / "few").directory, tokenizer, settings_in(folder / "few"))
     slow_s, fast_s = np.zeros(2), np.zeros(2)
     slow_ids: list[list[int]] = []
     for turn in range(arguments.turns + 1):
@@ -140,7 +138,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
         # Each turn has a new root. The last root is for the second run.
         root = folder if turn == arguments.turns - 1 else folder / f"turn{turn}"
         begun = seconds_used()
-        result = filter_dataset(dataset, tokenizer, FilterConfig(), root=root)
+        result = filter_dataset(dataset, tokenizer, settings_in(root))
         fast_s += seconds_used() - begun
     column = pq.read_table(result.directory / "train.parquet", columns=["prompt_ids"]).column("prompt_ids")
     if column.slice(0, len(slow_ids)).to_pylist() != slow_ids:
@@ -156,6 +154,10 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
         "cpu_ratio": round(fast_cpu / slow_cpu, 1),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e6, 1),
     }
+
+
+def settings_in(root: Path) -> RunConfig:
+    return RunConfig(paths={"root": str(root)})
 
 
 def seconds_used() -> np.ndarray:
@@ -174,7 +176,7 @@ def in_new_process(folder: Path) -> dict[str, float]:
 def second_run(settings: CountdownData, folder: Path) -> dict[str, float]:
     begun = time.perf_counter()
     dataset = build_dataset(settings, seed=1, root=folder)
-    filtered = filter_dataset(dataset.directory, folder / "tokenizer", FilterConfig(), root=folder)
+    filtered = filter_dataset(dataset.directory, folder / "tokenizer", settings_in(folder))
     work_s = time.perf_counter() - begun
     if not (dataset.cached and filtered.cached):
         raise SystemExit("the second run did the work again")

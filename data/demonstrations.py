@@ -20,7 +20,7 @@ describe the rejected conversation. The file has the columns that TRL uses for p
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
@@ -34,7 +34,7 @@ from data.records import Record, records_of
 from data.schema import ROWS_PER_GROUP, parquet_writer, provenance_metadata
 from data.tasks import StageResult
 from data.tokenizer import ID_BYTES, PromptTokenizer, ResponseChangedError, encode_whole, tokenizer_fingerprint
-from rlcore.config import WarmStartConfig
+from rlcore.config import RunConfig, WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.storage.documents import content_digest
@@ -53,58 +53,43 @@ class _Tokenized(NamedTuple):
     lengths: tuple[int, ...]  # of alternating runs of context and target tokens
 
 
-def tokenized_directory(
-    config: WarmStartConfig,
-    tokenizer_dir: Path,
-    *,
-    seed: int,
-    root: Path,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> Path:
+def tokenized_directory(config: RunConfig, tokenizer_dir: Path) -> Path:
     """Return the folder below `paths.root` for the tokenized rows of the file `warm_start.demonstrations`."""
+    warm = config.warm_start
     payload = {
         "version": VERSION,
-        "file": content_digest(Path(config.demonstrations or "")),
+        "file": content_digest(Path(warm.demonstrations or "")),
         "tokenizer": tokenizer_fingerprint(tokenizer_dir),
-        "max_tokens": config.max_tokens,
-        "held_out_rows": config.held_out_rows,
-        "seed": seed,
-        "chat_template_kwargs": chat_template_kwargs or {},
-        **({"loss": config.loss} if config.loss == "dpo" else {}),
+        "max_tokens": warm.max_tokens,
+        "held_out_rows": warm.held_out_rows,
+        "seed": config.data.seed,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
+        **({"loss": warm.loss} if warm.loss == "dpo" else {}),
     }
-    return root / "demonstrations" / fingerprint("demonstrations", payload)
+    return Path(config.paths.root).resolve() / "demonstrations" / fingerprint("demonstrations", payload)
 
 
-def tokenize_demonstrations(
-    config: WarmStartConfig,
-    tokenizer_dir: Path,
-    *,
-    seed: int,
-    root: Path,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> StageResult:
+def tokenize_demonstrations(config: RunConfig, tokenizer_dir: Path) -> StageResult:
     """Tokenize a file of demonstrations and hold out some rows, or reuse a stored result.
 
     The result counts the rows of `train` and `validation`, and the omitted rows: `overlong`, `empty` (a turn without
     text), `duplicate` and `identical` (the chosen and the rejected response are equal). Raises DataError if a row has
     an invalid form, the template changes a response, or fewer than two rows remain. Raises DiskSpaceError if the disk
     is full. No partial result remains after an error."""
-    directory = tokenized_directory(
-        config, tokenizer_dir, seed=seed, root=root, chat_template_kwargs=chat_template_kwargs
-    )
+    directory = tokenized_directory(config, tokenizer_dir)
     if (manifest := read_finished_or_set_aside(directory)) is not None:
         return StageResult(directory, cached=True, counts=manifest.values["counts"])
-    file = Path(config.demonstrations or "").expanduser()
-    counts: Counter[str] = Counter()
-    kept = list(_rows_that_fit(config, tokenizer_dir, chat_template_kwargs, counts))
+    warm, counts = config.warm_start, Counter[str]()
+    file = Path(warm.demonstrations or "").expanduser()
+    kept = list(_rows_that_fit(config, tokenizer_dir, counts))
     if len(kept) < 2:
         reasons = ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "the file has too few rows"
         raise DataError(
             f"{file}: two demonstrations at least must be left, {len(kept)} are ({reasons}). Raise "
-            f"warm_start.max_tokens (now {config.max_tokens}), or check the file"
+            f"warm_start.max_tokens (now {warm.max_tokens}), or check the file"
         )
-    num_held_out = min(config.held_out_rows, len(kept) // MOST_HELD_OUT)
-    held_out = set(np.random.default_rng(seed).permutation(len(kept))[:num_held_out].tolist())
+    num_held_out = min(warm.held_out_rows, len(kept) // MOST_HELD_OUT)
+    held_out = set(np.random.default_rng(config.data.seed).permutation(len(kept))[:num_held_out].tolist())
     splits: dict[str, list[tuple[_Tokenized, ...]]] = {"train": [], "validation": []}
     for place, row in enumerate(kept):
         splits["validation" if place in held_out else "train"].append(row)
@@ -135,27 +120,25 @@ def check_first_row(config: WarmStartConfig) -> None:
             _conversation(row)
 
 
-def _rows_that_fit(
-    config: WarmStartConfig, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, counts: Counter[str]
-) -> Iterator[tuple[_Tokenized, ...]]:
+def _rows_that_fit(config: RunConfig, tokenizer_dir: Path, counts: Counter[str]) -> Iterator[tuple[_Tokenized, ...]]:
     """Yield the tokenized responses of each row: two for a preference pair, otherwise one.
 
     Rows that are empty, overlong, identical or duplicate are omitted and counted in `counts`."""
-    rows, size = records_of(Path(config.demonstrations or "").expanduser()), 1 + (config.loss == "dpo")
-    tokenizer: PromptTokenizer | None = None
+    warm, tokenizer = config.warm_start, None
+    rows, size = records_of(Path(warm.demonstrations or "").expanduser()), 1 + (warm.loss == "dpo")
     seen = set[int]()
     while batch := list(islice(rows, ROWS_PER_GROUP)):
-        if config.loss == "dpo":
+        if warm.loss == "dpo":
             batch = [response for row in batch for response in _chosen_and_rejected(row)]
         if tokenizer is None:
-            options: dict[str, Any] = {"chat": _is_chat(batch[0]), "chat_template_kwargs": chat_template_kwargs}
-            tokenizer = PromptTokenizer(tokenizer_dir, fast_path=False, **options)
+            chat, kwargs = _is_chat(batch[0]), config.data.chat_template_kwargs
+            tokenizer = PromptTokenizer(tokenizer_dir, chat=chat, fast_path=False, chat_template_kwargs=kwargs)
         found = (_conversations if tokenizer.chat else _completions)(batch, tokenizer)
         for start in range(0, len(found), size):
             row = tuple(response for response in found[start : start + size] if response is not None)
             if len(row) < size:
                 counts["empty"] += 1
-            elif max(len(response.ids) for response in row) > config.max_tokens * ID_BYTES:
+            elif max(len(response.ids) for response in row) > warm.max_tokens * ID_BYTES:
                 counts["overlong"] += 1
             elif size == 2 and row[0].ids == row[1].ids:
                 counts["identical"] += 1

@@ -8,7 +8,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from data.schema import (
     provenance,
     provenance_metadata,
     read_batches,
-    require_row_schema,
 )
 from data.tasks import StageResult, publish_mixture
 from data.tokenizer import ID_BYTES, FastPathError, PromptTokenizer, tokenizer_fingerprint
-from rlcore.config.data import FilterConfig
+from rlcore.config import FilterConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.rollout.tools import tool_schemas
@@ -46,36 +44,21 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
 
-def filtered_directory(
-    dataset: str,
-    tokenizer_dir: Path,
-    config: FilterConfig,
-    *,
-    root: Path,
-    tools: Sequence[str] = (),
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> Path:
+def filtered_directory(dataset: str, tokenizer_dir: Path, config: RunConfig) -> Path:
     """Return the folder for the filtered rows of a dataset. `dataset` is the dataset's fingerprint."""
     payload = {
         "version": VERSION,
         "dataset": dataset,
         "tokenizer": tokenizer_fingerprint(tokenizer_dir),
-        "settings": config,
-        "tools": tool_schemas(tools) if tools else [],
-        "chat_template_kwargs": chat_template_kwargs or {},
+        "settings": config.filter,
+        "tools": tool_schemas(config.episode.tools) if config.episode.tools else [],
+        "chat_template_kwargs": config.data.chat_template_kwargs,
     }
-    return root / "filtered" / fingerprint("filter", payload)
+    return Path(config.paths.root).resolve() / "filtered" / fingerprint("filter", payload)
 
 
 def filter_dataset(
-    dataset_dir: Path,
-    tokenizer_dir: Path,
-    config: FilterConfig,
-    *,
-    root: Path,
-    tools: Sequence[str] = (),
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    on_progress: Progress | None = None,
+    dataset_dir: Path, tokenizer_dir: Path, config: RunConfig, on_progress: Progress | None = None
 ) -> StageResult:
     """Tokenize and filter a published dataset, or reuse a stored result. Each part of a mixture is filtered separately.
 
@@ -85,10 +68,9 @@ def filter_dataset(
     dataset = read_finished(dataset_dir)
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
-    given: dict[str, Any] = {"root": root, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    directory = filtered_directory(dataset.values["fingerprint"], tokenizer_dir, config, **given)
+    directory = filtered_directory(dataset.values["fingerprint"], tokenizer_dir, config)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
-        results = [filter_dataset(part, tokenizer_dir, config, on_progress=on_progress, **given) for part in parts]
+        results = [filter_dataset(part, tokenizer_dir, config, on_progress) for part in parts]
         if read_finished_or_set_aside(directory) is None:
             _require_no_leak([part.directory for part in results])
         return publish_mixture("filtered", directory, results)
@@ -98,15 +80,19 @@ def filter_dataset(
         "fingerprint": directory.name,
         "dataset": dataset.values["fingerprint"],
         "tokenizer": tokenizer_fingerprint(tokenizer_dir),
-        "settings": config.model_dump(mode="json"),
+        "settings": config.filter.model_dump(mode="json"),
     }
     facts: dict[str, Any] = {"kind": "filtered", **document}
-    schemas = tool_schemas(tools) if tools else ()
-    tokenizer = partial(PromptTokenizer, tokenizer_dir, tools=schemas, chat_template_kwargs=chat_template_kwargs)
+    options: dict[str, Any] = {
+        "chat": provenance(dataset_dir / "validation.parquet")["prompt_form"] == "chat",
+        "tools": tool_schemas(config.episode.tools),
+        "chat_template_kwargs": config.data.chat_template_kwargs,
+    }
     with published_directory(directory, facts) as folder:
 
         def run(*, fast_path: bool) -> _Filter:
-            work = _Filter(config, cache(partial(tokenizer, fast_path=fast_path)), on_progress)
+            tokenizer = PromptTokenizer(tokenizer_dir, fast_path=fast_path, **options)
+            work = _Filter(config.filter, tokenizer, on_progress)
             for split in ("validation", "train"):  # training rows are compared with held-out rows
                 source = dataset_dir / f"{split}.parquet"
                 if split == "validation" or source.is_file():  # a suite has no training split
@@ -141,10 +127,8 @@ class _Filter:
     """A filter for the splits of one dataset. The held-out split is filtered first, so that training rows can be
     compared with it. Prompts are compared by 64-bit hashes."""
 
-    def __init__(
-        self, config: FilterConfig, tokenizer: Callable[..., PromptTokenizer], on_progress: Progress | None
-    ) -> None:
-        self._config, self._tokenizer_for, self._on_progress = config, tokenizer, on_progress
+    def __init__(self, config: FilterConfig, tokenizer: PromptTokenizer, on_progress: Progress | None) -> None:
+        self._config, self._tokenizer, self._on_progress = config, tokenizer, on_progress
         self.counts: Counter[str] = Counter()
         self.num_unknown, self.unknown_example = 0, ""
         self.unwritten: list[tuple[str, str]] = []  # reason and solution, for each solution without token ids
@@ -152,12 +136,9 @@ class _Filter:
 
     def write(self, split: str, source: Path, target: Path, document: Mapping[str, Any]) -> None:
         file, origin = open_parquet(source), provenance(source)
-        require_row_schema(file.schema_arrow, source)
         self._split, self._source = split, source
-        self._tokenizer = self._tokenizer_for(chat=origin.get("prompt_form") != "text")
         self._seen: dict[int, int] = {}  # hash of a prompt -> row
-        columns = [column for column in file.schema_arrow if column.name not in dict(_ADDED)]
-        schema = pa.schema([*columns, *_ADDED])
+        schema = pa.schema([*file.schema_arrow, *_ADDED])
         total, done = file.metadata.num_rows, 0
         with parquet_writer(target, schema) as writer:
             for batch in read_batches(source):
@@ -169,7 +150,7 @@ class _Filter:
             if not counts.get(split):
                 reasons = ", ".join(f"{n:,} {name.partition('/')[2]}" for name, n in counts.items() if n)
                 raise DataError(
-                    f"{source}: no row is left after the filter ({reasons or 'the file has no row'}). Raise "
+                    f"{source}: no row is left after the filter ({reasons}). Raise "
                     f"filter.max_prompt_tokens (now {self._config.max_prompt_tokens}), or check the dataset"
                 )
             facts = {"split": split, "origin": origin, "counts": counts}
@@ -208,8 +189,7 @@ class _Filter:
             "distractor_ids": _as_lists(self._tokenizer.encode_responses(prompts, texts, distractors)[0]),
             "ground_truth_json": pa.array([ground_truth_json(truth) for truth in truths.to_pylist()], pa.string()),
         }
-        arrays = [added[f.name] if f.name in added else batch.column(f.name) for f in schema]
-        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+        return pa.RecordBatch.from_arrays([*batch.columns, *added.values()], schema=schema)
 
     def _prompts(self, batch: pa.RecordBatch, start: int) -> list[list[dict[str, str]]]:
         prompts: list[list[dict[str, str]]] = batch.column("prompt").to_pylist()
@@ -266,8 +246,6 @@ class _Filter:
 
 
 def _text_field(extra_info: pa.StructArray, name: str) -> list[str]:
-    if extra_info.type.get_field_index(name) < 0:
-        return [""] * len(extra_info)
     return [text or "" for text in pc.struct_field(extra_info, name).to_pylist()]
 
 

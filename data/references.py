@@ -120,41 +120,25 @@ class ReferenceReport:
         return "\n".join(lines)
 
 
-def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS) -> str:
-    """Run `check_references` for each dataset of a run or of a suite. Return all warnings as one text.
+def check_references(config: RunConfig, splits: Sequence[str] = SPLITS) -> str:
+    """Check that the scorer of each dataset gives the full score to the references. Return all warnings as one text.
 
-    A suite is a held-out set with its own task and scorer. For a suite, `config` is the result of `suite_settings`.
-    """
+    Environments, judges and generated problems are not checked. For a suite, `config` is the result of
+    `suite_settings`. Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score.
+    Raises ConfigError if `reward.weights` names a part that the scorer does not return."""
     if config.data.environment:
         return ""
     sandbox.set_limits(config.sandbox)
-    root, warm = Path(config.paths.root).resolve(), config.warm_start
-    is_taught = "train" in splits and warm.enabled and warm.demonstrations is None
-    reports = (
-        check_references(part.data, config.data.seed, config.reward, root, splits, is_taught=is_taught)
-        for part in parts_of(config.data)
-    )
-    return "\n".join(filter(None, reports))
+    return "\n".join(filter(None, (_check_task(part.data, config, splits) for part in parts_of(config.data))))
 
 
-def check_references(
-    data: TaskData,
-    seed: int,
-    reward: RewardConfig,
-    root: Path,
-    splits: Sequence[str] = SPLITS,
-    *,
-    is_taught: bool = False,
-) -> str:
-    """Check that a task's scorer gives the full score to the task's references. Return a warning, or ''.
-
-    Environments, judges and generated problems are not checked. `is_taught`: whether a warm start trains on the
-    solutions. Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score. Raises
-    ConfigError if `reward.weights` names a part that the scorer does not return."""
+def _check_task(data: TaskData, config: RunConfig, splits: Sequence[str]) -> str:
     is_generated = isinstance(data, CountdownData | ReasoningGymData | VerifiersData)
-    if data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)):
+    if data.scorer == JUDGE or (is_generated and has_default_scorer(data)):
         return ""
-    directory = dataset_directory(data, seed, root, splits)
+    seed, reward, warm = config.data.seed, config.reward, config.warm_start
+    is_taught = "train" in splits and warm.enabled and warm.demonstrations is None  # a warm start uses the solutions
+    directory = dataset_directory(data, seed, Path(config.paths.root).resolve(), splits)
     code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
     payload = {
         "dataset": directory.name, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s,

@@ -109,7 +109,7 @@ def warm_start(arguments: argparse.Namespace, folder: Path) -> Verdict:
     config = load_config(overrides)
     dataset = build_dataset(config.data, seed=config.data.seed, root=folder)
     tokenizer = ensure_tokenizer(config)
-    filtered = filter_dataset(dataset.directory, tokenizer, config.filter, root=folder)
+    filtered = filter_dataset(dataset.directory, tokenizer, config)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

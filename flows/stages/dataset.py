@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.filter import filter_dataset, filtered_directory
-from data.references import check_parts
+from data.references import check_references
 from data.rows import SPLITS
 from data.tasks import StageResult, build_dataset, dataset_directory
 from flows.progress import display, skipped_suffix
@@ -34,7 +34,7 @@ def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResu
     The result has a warning if the scorer does not give the full score to the reference answers or solutions.
     """
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
-    return replace(made, warning=check_parts(config, splits))
+    return replace(made, warning=check_references(config, splits))
 
 
 def planned_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
@@ -44,27 +44,12 @@ def planned_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
 
 def filter_rows(config: RunConfig, dataset: Path) -> StageResult:
     """Tokenize and filter a dataset, or return the existing result."""
-    return filter_dataset(
-        dataset,
-        ensure_tokenizer(config),
-        config.filter,
-        root=root_of(config),
-        tools=config.episode.tools,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        on_progress=show_rows,
-    )
+    return filter_dataset(dataset, ensure_tokenizer(config), config, on_progress=show_rows)
 
 
 def planned_rows(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
     """Return the folder of the filtered rows. The tokenizer must exist."""
-    return filtered_directory(
-        planned_dataset(config, splits).name,
-        planned_tokenizer(config),
-        config.filter,
-        root=root_of(config),
-        tools=config.episode.tools,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
+    return filtered_directory(planned_dataset(config, splits).name, planned_tokenizer(config), config)
 
 
 def planned_demonstrations(config: RunConfig) -> Path | None:
@@ -74,10 +59,7 @@ def planned_demonstrations(config: RunConfig) -> Path | None:
         return None
     from data.demonstrations import tokenized_directory
 
-    kwargs = config.data.chat_template_kwargs
-    return tokenized_directory(
-        warm, planned_tokenizer(config), seed=config.data.seed, root=root_of(config), chat_template_kwargs=kwargs
-    )
+    return tokenized_directory(config, planned_tokenizer(config))
 
 
 def inputs_of(run: OpenRun) -> RunInputs:
@@ -279,8 +261,4 @@ class Demonstrations(RowsStage):
     def make(self, run: OpenRun) -> StageResult:
         from data.demonstrations import tokenize_demonstrations
 
-        config, tokenizer = run.config, ensure_tokenizer(run.config)
-        seed, kwargs = config.data.seed, config.data.chat_template_kwargs
-        return tokenize_demonstrations(
-            config.warm_start, tokenizer, seed=seed, root=root_of(config), chat_template_kwargs=kwargs
-        )
+        return tokenize_demonstrations(run.config, ensure_tokenizer(run.config))

@@ -1,28 +1,20 @@
 """Fixtures for the tests of datasets: the published GSM8K files next to the repository, and tokenizers."""
 
-import json
 import os
 import sysconfig
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlcore.config import MappedData
+from rlcore.config import MappedData, RunConfig
 from rlcore.config.model import ScratchModel
 from rlcore.models.tokenizer import build_scratch_tokenizer
+from tests.helpers.file_shapes import write_rows
+from tests.helpers.tokenizer_kinds import CHAT_TEMPLATE, CHATML, byte_level
 
 REPOSITORY = Path(__file__).parents[2]
-CHAT_TEMPLATE = (
-    "{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{%- endif %}"
-    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-# Words as split by the tokenizers of Qwen and Llama.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @pytest.fixture(scope="session")
@@ -40,16 +32,12 @@ def scratch_tokenizer(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_bpe() -> Tokenizer:
-    core = Tokenizer(models.BPE())
-    whole_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), whole_bytes])
-    core.decoder = decoders.ByteLevel()
-    options = {"special_tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "show_progress": False}
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=2_000, initial_alphabet=alphabet, **options)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
-    core.train_from_iterator([file.read_text(errors="replace") for file in files], trainer)
-    return core
+    return byte_level(CHATML, [file.read_text(errors="replace") for file in files], vocab_size=2_000)
+
+
+def settings_in(root: Path, **sections: object) -> RunConfig:
+    return RunConfig(paths={"root": str(root)}, **sections)
 
 
 def user_prompts(*questions: str) -> list[list[dict[str, str]]]:
@@ -81,6 +69,6 @@ def base_tokenizer(trained_bpe, tmp_path_factory) -> Path:
 def mapped(tmp_path: Path) -> MappedData:
     """Return three rows for training and two held-out rows."""
     for name, number in (("train", 3), ("test", 2)):
-        lines = (json.dumps({"question": f"{name} {n}?", "answer": str(n)}) for n in range(number))
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        rows = [{"question": f"{name} {n}?", "answer": str(n)} for n in range(number)]
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     return MappedData(source=str(tmp_path))

@@ -10,19 +10,20 @@ import pytest
 from transformers import AutoTokenizer
 
 from data.filter import filter_dataset
-from data.schema import provenance
+from data.rows import Message, Row, TaskRows
+from data.schema import provenance, write_splits
 from data.tasks import build_dataset, dataset_fingerprint
 from data.tokenizer import PieceEncoder
 from rlcore.batching.prompts import read_prompts
-from rlcore.config import CountdownData, FilterConfig, ParquetData
+from rlcore.config import CountdownData, ParquetData
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, DiskSpaceError
-from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
 from rlcore.run.layout import RunInputs
 from rlcore.run.supervised import Demonstrations
 from rlcore.storage.publish import published_directory
-from tests.data.conftest import CHAT_TEMPLATE, saved
-from tests.helpers.tokenizer_kinds import KINDS
+from tests.data.conftest import saved, settings_in
+from tests.helpers.file_shapes import write_rows
+from tests.helpers.tokenizer_kinds import CHAT_TEMPLATE, KINDS
 from tests.storage.small_disk import fill
 from tests.storage.small_disk import small_disk as small_disk
 
@@ -44,14 +45,13 @@ def rows(count, split="train"):
 def written(folder, train, validation=None, **changes):
     """Return settings that read these rows as they are."""
     for name, content in (("train", train), ("validation", validation or rows(5, "validation"))):
-        pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet")
-        changes[f"{name}_file"] = str(folder / f"{name}.parquet")
+        changes[f"{name}_file"] = str(write_rows(folder / f"{name}.parquet", content))
     return ParquetData(**changes)
 
 
 def filtered(settings, tokenizer, root, **changes):
     dataset = build_dataset(settings, seed=1, root=root)
-    return filter_dataset(dataset.directory, tokenizer, FilterConfig(**changes), root=root)
+    return filter_dataset(dataset.directory, tokenizer, settings_in(root, filter=changes))
 
 
 def test_chat_prompts_equal_those_of_the_tokenizer(chat_tokenizer, artifacts_root):
@@ -92,7 +92,7 @@ def test_batch_size_does_not_change_the_rows(chat_tokenizer, artifacts_root, tmp
     results = []
     for size in (8_192, 16, 1):
         monkeypatch.setattr("data.schema.ROWS_PER_GROUP", size)
-        result = filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=tmp_path / f"root{size}")
+        result = filter_dataset(dataset.directory, chat_tokenizer, settings_in(tmp_path / f"root{size}"))
         results.append((pq.read_table(result.directory / "train.parquet").to_pylist(), result.counts))
     assert results[0] == results[1] == results[2]
 
@@ -126,9 +126,10 @@ def test_held_out_rows_in_training_are_refused(chat_tokenizer, artifacts_root, t
 
 def test_rows_without_a_prompt_or_with_several_texts_are_refused(chat_tokenizer, artifacts_root, tmp_path):
     with published_directory(artifacts_root / "datasets/made", {"kind": "dataset", "fingerprint": "made"}) as folder:
-        written(folder, [*rows(2), row("", prompt=None)])
-    with pytest.raises(DataError, match=r"train.parquet: row 2: prompt must be a list of messages .* got None"):
-        filter_dataset(artifacts_root / "datasets/made", chat_tokenizer, FilterConfig(), root=artifacts_root)
+        made = [Row((Message("user", "One"),), "1"), Row((), "1")]
+        write_splits(folder, TaskRows("own", "math", "chat", {"train": made, "validation": made[:1]}), {})
+    with pytest.raises(DataError, match=r"train.parquet: row 1: prompt must be a list of messages .* got \[\]"):
+        filter_dataset(artifacts_root / "datasets/made", chat_tokenizer, settings_in(artifacts_root))
     settings = written(tmp_path, [*rows(3), talk(3, ("system", "Count."), ("user", "One"))], template="text")
     with pytest.raises(DataError, match=r"row 3: a prompt that is plain text must be one message, got 2"):
         filtered(settings, chat_tokenizer, artifacts_root)
@@ -196,7 +197,7 @@ def test_filter_starts_again_where_the_fast_path_differs(chat_tokenizer, artifac
     monkeypatch.setattr(PieceEncoder, "encode", lambda self, texts: [ids + b"\0" * 4 for ids in encode(self, texts)])
     dataset = artifacts_root / "datasets" / dataset_fingerprint(CHAT, 1)
     with caplog.at_level(logging.WARNING):
-        again = filter_dataset(dataset, chat_tokenizer, FilterConfig(), root=artifacts_root / "other")
+        again = filter_dataset(dataset, chat_tokenizer, settings_in(artifacts_root / "other"))
     assert "comes out differently" in caplog.text
     for name in ("train.parquet", "validation.parquet"):
         assert (again.directory / name).read_bytes() == (expected.directory / name).read_bytes()
@@ -218,14 +219,13 @@ def test_progress_and_provenance_have_the_counts(chat_tokenizer, artifacts_root,
     settings = written(tmp_path, rows(70), rows(7, "validation"))
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
     monkeypatch.setattr("data.schema.ROWS_PER_GROUP", 32)
-    calls, config = [], FilterConfig(max_prompt_tokens=4_096)
-    made = (dataset.directory, chat_tokenizer, config)
-    result = filter_dataset(*made, root=tmp_path, on_progress=lambda *call: calls.append(call))
+    calls, made = [], (dataset.directory, chat_tokenizer, settings_in(tmp_path))
+    result = filter_dataset(*made, on_progress=lambda *call: calls.append(call))
     assert calls == [("validation", 7, 7), ("train", 32, 70), ("train", 64, 70), ("train", 70, 70)]
     document = provenance(result.directory / "train.parquet")
     assert (document["split"], document["counts"]) == ("train", {"train": 70})
     assert document["fingerprint"] == result.directory.name
-    again = filter_dataset(*made, root=tmp_path)
+    again = filter_dataset(*made)
     assert (result.cached, again.cached, again.counts) == (False, True, result.counts)
 
 
@@ -237,7 +237,7 @@ def test_empty_results_and_unfinished_datasets_are_refused(chat_tokenizer, artif
     assert list((artifacts_root / "filtered").iterdir()) == []
     match = rf"^{tmp_path}: is no finished dataset \(no manifest\.json\); make it with `mill"
     with pytest.raises(DataError, match=match):
-        filter_dataset(tmp_path, chat_tokenizer, FilterConfig(), root=artifacts_root)
+        filter_dataset(tmp_path, chat_tokenizer, settings_in(artifacts_root))
 
 
 def talk(index, *messages, truth="7", solution=""):
@@ -248,32 +248,6 @@ def talk(index, *messages, truth="7", solution=""):
 
 def filtered_talks(folder, tokenizer, talks):
     return filtered(written(folder, talks, [talk(0, ("user", "Held out?"))]), tokenizer, folder)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_words_are_continued_as_by_transformers(name, tmp_path):
-    """One of the four prompts starts a turn. The solution follows the assistant's words."""
-    folder = KINDS[name].saved(tmp_path / "tokenizer")
-    solution = " 3 + 4 = 7, so 7"
-    rows = [
-        talk(0, ("user", "What is 3 + 4?"), ("assistant", "Let me see.\n<think>"), truth="x", solution=solution),
-        talk(1, ("user", "What is 4 + 4?"), ("assistant", "So: "), truth="x", solution=solution),
-        talk(2, ("user", "What is 5 + 4?"), truth="x"),
-        talk(3, ("user", "What?"), ("assistant", "9"), ("user", "Sure?"), ("assistant", "No,"), truth="x"),
-    ]
-    made = filtered_talks(tmp_path, folder, rows)
-    tokenizer, stops, num_solutions = load_tokenizer(folder), end_of_text_ids(folder), 0
-    for found in pq.read_table(made.directory / "train.parquet").to_pylist():
-        messages, is_continued = found["prompt"], found["prompt"][-1]["role"] == "assistant"
-        end = {"add_generation_prompt": not is_continued, "continue_final_message": is_continued}
-        assert found["prompt_ids"] == tokenizer.apply_chat_template(messages, return_dict=False, **end)
-        if found["solution_ids"]:
-            num_solutions += 1
-            messages[-1]["content"] += solution
-            whole = tokenizer.apply_chat_template(messages, return_dict=False)
-            joint = found["prompt_ids"] + found["solution_ids"]
-            assert (whole[: len(joint)], joint[-1] in stops) == (joint, True)
-    assert num_solutions > 0
 
 
 @pytest.mark.parametrize(("messages", "problem"), [

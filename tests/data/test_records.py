@@ -16,6 +16,7 @@ from data.schema import provenance
 from data.tasks import build_dataset
 from rlcore.config import Gsm8kData, MappedData
 from rlcore.errors import DataError
+from tests.helpers.file_shapes import write_rows
 from tests.helpers.hub_server import Repository, serving, use_hub
 
 VALUES = {"a": {"b": " one "}, "n": 3, "t": True, "e": "  ", "z": 0, "l": [{"c": "x"}, {"c": ["y"]}], "d.e": "flat"}
@@ -109,15 +110,13 @@ def test_stray_files_of_rows_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_files_of_every_kind_have_the_same_records(tmp_path: Path) -> None:
-    lines, array = "".join(json.dumps(row) + "\n" for row in ROWS), json.dumps(ROWS, indent=2)
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "x.parquet")
-    for name, content, places in (
-        ("x.jsonl", lines, ["line 1", "line 2"]), ("lines.json", lines, ["line 1", "line 2"]),
-        ("x.json", array, ["entry 0", "entry 1"]), ("pretty.jsonl", f"\n{array}", ["entry 0", "entry 1"]),
-        ("x.parquet", "", ["row 0", "row 1"]),
+    files = [write_rows(tmp_path / f"x.{kind}", ROWS) for kind in ("jsonl", "json", "parquet")]
+    (tmp_path / "lines.json").write_bytes(files[0].read_bytes())
+    (tmp_path / "pretty.jsonl").write_bytes(b"\n" + files[1].read_bytes())
+    for name, places in (
+        ("x.jsonl", ["line 1", "line 2"]), ("lines.json", ["line 1", "line 2"]), ("x.parquet", ["row 0", "row 1"]),
+        ("x.json", ["entry 0", "entry 1"]), ("pretty.jsonl", ["entry 0", "entry 1"]),
     ):  # fmt: skip
-        if content:
-            (tmp_path / name).write_text(content)
         found = list(records_of(tmp_path / name))
         assert [record.values for record in found] == ROWS, name
         assert [record.where for record in found] == [f"{tmp_path / name}: {place}" for place in places]

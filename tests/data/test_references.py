@@ -10,14 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import references
-from data.references import check_parts, check_references
+from data.references import check_references
 from data.tasks import build_dataset, task_of
-from rlcore.config import RewardConfig, RunConfig, SuiteConfig
+from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.check import read_suites, suite_settings
 from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, ParquetData
 from rlcore.config.problems import Findings
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
+from tests.data.conftest import settings_in
+from tests.helpers.file_shapes import write_rows
 
 OWN = """
 import time
@@ -49,16 +51,16 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def mapped(tmp_path, scorer, train, test=None, solutions=None):
     """Return settings with these references, in files with a line for each."""
     folder = tmp_path / "rows"
-    folder.mkdir(exist_ok=True)
     for split, answers in (("train", train), ("test", test or train[:1])):
         rows = [{"question": f"{split} {n}", "answer": answer} for n, answer in enumerate(answers)]
         rows = [row | ({"solution": solutions[n]} if solutions else {}) for n, row in enumerate(rows)]
-        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        write_rows(folder / f"{split}.jsonl", rows)
     return MappedData(source=str(folder), scorer=scorer, solution="solution" if solutions else "")
 
 
-def check(tmp_path: Path, data: Any, **reward: Any) -> str:
-    return check_references(data, 1, RewardConfig(**reward), tmp_path / "root")
+def check(tmp_path: Path, data: Any, *, is_taught: bool = False, **reward: Any) -> str:
+    config = settings_in(tmp_path / "root", data=data, reward=reward, warm_start={"enabled": is_taught})
+    return check_references(config)
 
 
 def test_full_scores_are_stored_by_rows(tmp_path: Path) -> None:
@@ -89,10 +91,10 @@ def test_unreadable_references_are_reported_and_refused_above_the_share(tmp_path
 
 
 def test_solutions_in_another_form_count_only_if_trained_on(tmp_path: Path, gsm8k_folder: Path) -> None:
-    data, root = Gsm8kData(source=str(gsm8k_folder), scorer="own_scorers:tagged"), tmp_path / "root"
-    assert check_references(data, 1, RewardConfig(max_unmet_references=0), root) == ""
+    data = Gsm8kData(source=str(gsm8k_folder), scorer="own_scorers:tagged")
+    assert check(tmp_path, data, max_unmet_references=0) == ""
     with pytest.raises(DataError, match=r"own_scorers:tagged does not for .* rows of train \(100\.0%\)"):
-        check_references(data, 1, RewardConfig(), root, is_taught=True)
+        check(tmp_path, data, is_taught=True)
 
 
 def test_slow_scorers_end_the_check_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,15 +155,14 @@ def settings_of(entry: str, root: Path) -> RunConfig:
     findings = Findings()
     (given,) = read_suites([entry], findings)
     assert not findings.problems
-    plain = RunConfig(paths={"root": str(root)}, reward={"num_processes": 1})
-    return suite_settings(plain, SuiteConfig.model_validate(given))
+    return suite_settings(settings_in(root, reward={"num_processes": 1}), SuiteConfig.model_validate(given))
 
 
 def prepared(entry: str, root: Path) -> tuple[RunConfig, list[dict[str, Any]]]:
     """Make the rows of a suite as an evaluation does, and check its references."""
     settings = settings_of(entry, root)
     made = build_dataset(settings.data, seed=1, root=root, splits=("validation",))
-    assert check_parts(settings, ("validation",)) == ""
+    assert check_references(settings, ("validation",)) == ""
     return settings, pq.read_table(made.directory / "validation.parquet").to_pylist()
 
 
@@ -210,6 +211,6 @@ def test_unusable_row_is_refused_with_file_and_line(suite, column, value, messag
     del rows[0][column]
     if value is not None:
         rows[0][column] = value
-    file.write_text("\n".join(map(json.dumps, rows)))
+    write_rows(file, rows)
     with pytest.raises(DataError if value else ConfigError, match=f"(?s){message}"):
         prepared(f"{suite}={tmp_path / suite}", artifacts_root)

@@ -17,13 +17,14 @@ from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
 from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
 from rlcore.batching.prompts import read_prompts, read_solutions
-from rlcore.config import CountdownData, CustomData, FilterConfig, MappedData, RewardConfig, RunConfig
+from rlcore.config import CountdownData, CustomData, MappedData, RewardConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.data import MixtureData, MixturePart
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.layout import RunInputs
 from rlcore.run.problems import Problems
+from tests.data.conftest import settings_in
 
 SMALL = CountdownData(
     train_size=60, validation_size=20, max_numbers=3, number_high=9, target_high=20, operations=("+", "-"),
@@ -79,7 +80,7 @@ def test_dataset_has_schema_provenance_counts_and_the_bytes_of_its_seed(dataset,
 
 
 def test_filter_tokenizes_prompts_and_solutions(dataset, scratch_tokenizer, artifacts_root):
-    filtered = filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
+    filtered = filter_dataset(dataset.directory, scratch_tokenizer, settings_in(artifacts_root))
     assert filtered.counts == {"train": 60, "validation": 20}
     file = filtered.directory / "train.parquet"
     rows, prompts, demonstrations = pq.read_table(file).to_pylist(), read_prompts(file), read_solutions(file)
@@ -163,7 +164,7 @@ def test_rows_of_custom_tasks_never_change() -> None:
 
 def make(settings, tokenizer, root):
     dataset = build_dataset(settings, seed=1, root=root)
-    return dataset, filter_dataset(dataset.directory, tokenizer, FilterConfig(), root=root)
+    return dataset, filter_dataset(dataset.directory, tokenizer, settings_in(root))
 
 
 def test_parts_are_shared_by_mixtures_and_keep_their_scorers(scratch_tokenizer, artifacts_root):
@@ -178,8 +179,7 @@ def test_parts_are_shared_by_mixtures_and_keep_their_scorers(scratch_tokenizer, 
     other, _ = make(MixtureData(parts=PARTS[:2]), scratch_tokenizer, artifacts_root)
     name = dataset.directory.name
     assert (other.cached, other.directory.name == name) == (False, False)
-    planned = filtered_directory(name, scratch_tokenizer, FilterConfig(), root=artifacts_root)
-    assert planned == filtered.directory
+    assert filtered_directory(name, scratch_tokenizer, settings_in(artifacts_root)) == filtered.directory
     row = f"| [{alone.directory.name}](../{alone.directory.name}) | 60 train, 20 validation |"
     assert row in (dataset.directory / "README.md").read_text()
 

@@ -7,7 +7,6 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,6 +17,7 @@ from data.tasks import build_dataset, build_mapped, dataset_fingerprint, input_d
 from data.trial import first_row, validate_rows
 from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
+from tests.helpers.file_shapes import write_rows
 
 SORT = CustomData(train_size=200, validation_size=20)
 READER = """
@@ -121,21 +121,25 @@ def test_first_row_is_found_among_printed_lines(tmp_path, monkeypatch, artifacts
     assert row == first_row(SORT, 1, artifacts_root)
 
 
-def test_rows_are_named_after_their_folder(tmp_path: Path) -> None:
+def mapped_rows(folder: Path, *rows: dict[str, object], **names: object) -> MappedData:
+    """Return settings that read the same rows for both splits."""
     for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text('{"q": "What?", "a": 2, "s": "It is 2"}\n')
-    names = {"source": str(tmp_path), "question": "q", "answer": "a"}
-    assert build_mapped(MappedData(**names), 0).data_source == tmp_path.name
-    more = build_mapped(MappedData(**names, data_source="own", instruction="Think.", solution="s"), 0)
+        write_rows(folder / f"{split}.jsonl", rows)
+    return MappedData(source=str(folder), **names)
+
+
+def test_rows_are_named_after_their_folder(tmp_path: Path) -> None:
+    plain = mapped_rows(tmp_path, {"q": "What?", "a": 2, "s": "It is 2"}, question="q", answer="a")
+    assert build_mapped(plain, 0).data_source == tmp_path.name
+    more = {"data_source": "own", "instruction": "Think.", "solution": "s"}
+    found = build_mapped(plain.model_copy(update=more), 0)
     row = Row((Message("user", "What? Think."),), "2", solution="It is 2", where=f"{tmp_path}/train.jsonl: line 1")
-    assert (more.data_source, list(more.splits["train"])) == ("own", [row])
+    assert (found.data_source, list(found.splits["train"])) == ("own", [row])
 
 
 def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root: Path) -> None:
     line = {"question": "What?", "answer": 2, "unit": "m", "kinds": ["a", {"b": None}], "limit": 3.0, "none": None}
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps({**line, "question": split}) + "\n")
-    settings = MappedData(source=str(tmp_path), columns=("unit", "kinds", "kinds.0", "limit"), scorer="my_reward:score")
+    settings = mapped_rows(tmp_path, line, columns=("unit", "kinds", "kinds.0", "limit"), scorer="my_reward:score")
     made = build_dataset(settings, seed=1, root=artifacts_root)
     (row,) = pq.read_table(made.directory / "validation.parquet").to_pylist()
     assert row["reward_model"]["ground_truth"] == {
@@ -147,12 +151,10 @@ def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root
 
 def test_settings_that_name_missing_columns_are_reported_together(tmp_path: Path) -> None:
     first, second = {"question": "What?", "truth": {"text": "2"}}, {"question": "And?", "truth": {}}
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
     columns = {"question": "qestion", "answer": "truth.txt", "columns": ("truth", ""), "solution": "y"}
     at, rest = f"must name a column of {tmp_path}/train.jsonl: line 1", "Name another column, or repair the row"
     with pytest.raises(ConfigError) as wrong:
-        list(build_mapped(MappedData(source=str(tmp_path), **columns), 0).splits["train"])
+        list(build_mapped(mapped_rows(tmp_path, first, second, **columns), 0).splits["train"])
     assert str(wrong.value).splitlines() == ["4 problems in the settings:"] + [
         f"  {number}. data.{key}: {at} ({has}); got {got}. {near}{rest}"
         for number, (key, has, got, near) in enumerate((
@@ -172,14 +174,13 @@ def test_settings_that_name_missing_columns_are_reported_together(tmp_path: Path
 ])  # fmt: skip
 def test_missing_values_are_refused(good: object, value: object, problem: str, tmp_path: Path) -> None:
     rows = [{"question": "None", "answer": good}, {"question": "b?", "answer": value}]
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = mapped_rows(tmp_path, *rows)
     with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*{problem}"):
-        list(build_mapped(MappedData(source=str(tmp_path)), 1).splits["train"])
+        list(build_mapped(settings, 1).splits["train"])
     (tmp_path / "train.jsonl").unlink()
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    write_rows(tmp_path / "train.parquet", rows)
     with pytest.raises(DataError, match=rf"^{tmp_path}/train.parquet: row 1: column answer: .*{problem}"):
-        list(build_mapped(MappedData(source=str(tmp_path)), 1).splits["train"])
+        list(build_mapped(settings, 1).splits["train"])
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -189,7 +190,7 @@ def test_missing_values_are_refused(good: object, value: object, problem: str, t
 def test_wrong_names_are_refused(tmp_path, artifacts_root, changes, message):
     for name in ("big", "small"):
         line = {"task": {"text": f"{name}: what?"}, "final": 1, "cut": "\ud83d"}
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
+        write_rows(tmp_path / f"{name}.jsonl", [line])
     names = {"question": "task.text", "answer": "final", "train_split": "big", "validation_split": "small"}
     with pytest.raises(DataError, match=message):
         build_dataset(MappedData(**{"source": str(tmp_path), **names, **changes}), seed=1, root=artifacts_root)

@@ -13,12 +13,14 @@ from data.rows import Message, Row
 from data.schema import provenance_metadata, row_schema
 from data.tasks import build_dataset, build_parquet
 from data.trial import first_row, validate_rows
-from rlcore.config import FilterConfig, ParquetData, RewardConfig, RunConfig
+from rlcore.config import ParquetData, RewardConfig
 from rlcore.config.data import scorer_of_row, scorers_of
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.layout import RunInputs
 from rlcore.run.problems import Problems
+from tests.data.conftest import settings_in
+from tests.helpers.file_shapes import write_rows
 
 ROW: dict[str, object] = {
     "data_source": "own", "ability": None, "reward_model": {"style": "rule", "ground_truth": 7},
@@ -43,8 +45,7 @@ def row(source, truth, number=0, **more):
 def written_twice(folder, rows, **changes):
     held_out = [{**one, "prompt": [{"content": f"held out {n}?", "role": "user"}]} for n, one in enumerate(rows)]
     for setting, name, content in (("train_file", "train", rows), ("validation_file", "test", held_out)):
-        pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet")
-        changes[setting] = str(folder / f"{name}.parquet")
+        changes[setting] = str(write_rows(folder / f"{name}.parquet", content))
     return ParquetData(**changes)
 
 
@@ -114,8 +115,9 @@ def test_rows_are_scored_by_their_data_source(tmp_path, artifacts_root, chat_tok
     data = written_twice(tmp_path, rows)
     assert validate_rows(data, 1, artifacts_root, each_once=True) is None
     dataset = build_dataset(data, seed=1, root=artifacts_root)
-    filtered = filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=artifacts_root)
-    problems = Problems.read(RunConfig(data=data), RunInputs(filtered.directory, chat_tokenizer))
+    config = settings_in(artifacts_root, data=data)
+    filtered = filter_dataset(dataset.directory, chat_tokenizer, config)
+    problems = Problems.read(config, RunInputs(filtered.directory, chat_tokenizer))
     assert [prompt.data_source for prompt in problems.train[0]] == ["openai/gsm8k", "math_dapo"]
     truths = [prompt.ground_truth_json for prompt in (*problems.train[0], *problems.validation)]
     responses = ["#### 18", r"Answer: $0.5$", r"\boxed{18}", "#### 0.5"]
@@ -151,12 +153,12 @@ def test_first_row_names_its_scorer(tmp_path, artifacts_root):
 def test_references_are_checked_by_the_scorer_of_their_row(tmp_path):
     r"""Only the scorer for mathematics reads `\frac12`."""
     data = written_twice(tmp_path, [row("openai/gsm8k", "18"), row("math_dapo", r"\frac12"), row("gsm8k", "7", 1)])
-    assert check_references(data, 1, RewardConfig(), tmp_path) == ""
+    assert check_references(settings_in(tmp_path, data=data)) == ""
     with pytest.raises(DataError, match=r"data\.gsm8k:score does not for 1 of 3 rows of train"):
-        check_references(data.model_copy(update={"scorer": "data.gsm8k:score"}), 1, RewardConfig(), tmp_path)
+        check_references(settings_in(tmp_path, data=data.model_copy(update={"scorer": "data.gsm8k:score"})))
     unknown = written_twice(tmp_path, [row("gsm8k", "7"), row("mathematics", "7")])
     with pytest.raises(DataError, match=r"1 of 2 rows of train(?s:.*)row 1: .*known for the row's data_source"):
-        check_references(unknown, 1, RewardConfig(), tmp_path)
+        check_references(settings_in(tmp_path, data=unknown))
 
 
 @pytest.mark.parametrize(("scorer", "truth"), [
@@ -169,4 +171,4 @@ def test_unusable_ground_truths_are_refused_with_their_row(tmp_path, scorer, tru
     data = written_twice(tmp_path, [row("mine", truth, n) for n in range(3)], scorer=scorer)
     message = rf"{scorer} does not for 3 of 3 rows of train \(100\.0%\) .*:\n.*train\.parquet: row 0: reference"
     with pytest.raises(DataError, match=message):
-        check_references(data, 1, RewardConfig(), tmp_path)
+        check_references(settings_in(tmp_path, data=data))

@@ -3,9 +3,7 @@
 import inspect
 import json
 import shutil
-from functools import partial
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -19,11 +17,13 @@ from data.filter import filter_dataset
 from data.tasks import build_dataset
 from data.tokenizer import FastPathError, PieceEncoder, PromptTokenizer, encode_whole, to_bytes, tokenizer_fingerprint
 from rlcore.batching.prompts import read_demonstrations
-from rlcore.config import CountdownData, FilterConfig, MixtureData, WarmStartConfig
+from rlcore.config import CountdownData, MixtureData
 from rlcore.config.data import RENDERING_NAMES, MixturePart
 from rlcore.errors import DataError
 from rlcore.storage.manifest import part_directories
-from tests.data.conftest import CHAT_TEMPLATE, saved, user_prompts
+from tests.data.conftest import saved, settings_in, user_prompts
+from tests.helpers.file_shapes import write_rows
+from tests.helpers.tokenizer_kinds import CHAT_TEMPLATE
 
 EACH_WAY = pytest.mark.parametrize("fast_path", [True, False])
 # As in Qwen3, an empty thought switches thinking off. `voice` is read in every message.
@@ -132,7 +132,6 @@ def test_texts_are_neither_truncated_nor_padded(trained_bpe, tmp_path):
     found = tokenizers.load_tokenizer(saved(core, tmp_path, chat_template=None))
     assert encode_whole(found.backend_tokenizer, texts) == expected
     assert PromptTokenizer(tmp_path, chat=False, chat_template_kwargs={"deep": 1}).texts([[]]) == [""]
-    assert np.frombuffer(to_bytes([1, 2]), dtype=np.int32).tolist() == [1, 2]
 
 
 @pytest.fixture
@@ -154,34 +153,33 @@ def test_prompts_are_rendered_with_the_names(folder, tokenizer, artifacts_root, 
     tasks = [CountdownData(train_size=20, validation_size=4, template="chat", number_high=high) for high in (40, 60)]
     parts = tuple(MixturePart(data=task, name=f"to-{task.number_high}") for task in tasks)
     dataset = build_dataset(MixtureData(parts=parts) if mixture else tasks[0], seed=1, root=artifacts_root)
-    settings = FilterConfig(max_prompt_tokens=2_000)
-    found = {
-        name: filter_dataset(dataset.directory, folder, settings, root=artifacts_root, chat_template_kwargs=names)
-        for name, names in (("without", None), ("none", {}), ("quiet", QUIET), ("both", QUIET | LOUD))
-    }
-    assert found["none"].directory == found["without"].directory
-    assert len({result.directory for result in found.values()}) == 3
-    for name, names in (("without", {}), ("quiet", QUIET), ("both", QUIET | LOUD)):
-        files = [part / "train.parquet" for part in part_directories(found[name].directory)]
+    directories = set()
+    for names in ({}, QUIET, QUIET | LOUD):
+        config = settings_in(artifacts_root, data=CountdownData(chat_template_kwargs=names))
+        directories.add(directory := filter_dataset(dataset.directory, folder, config).directory)
+        files = [part / "train.parquet" for part in part_directories(directory)]
         assert len(files) == 1 + mixture
         for row in (row for file in files for row in pq.read_table(file).to_pylist()):
             assert tokenizer.decode(row["prompt_ids"]) == rendered(tokenizer, row["prompt"], names, prompt=True)
+    assert len(directories) == 3
 
 
 def test_demonstrations_are_rendered_with_the_names(folder, tokenizer, tmp_path):
     texts = ("What is 2 + 2?", "It is 4."), ("Hello", "Hi.")
     talks = [[{"role": "user", "content": one}, {"role": "assistant", "content": two}] for one, two in texts]
-    file = tmp_path / "talks.jsonl"
-    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    config = WarmStartConfig(demonstrations=str(file), held_out_rows=0)
-    made = partial(tokenize_demonstrations, config, folder, seed=1, root=tmp_path)
-    directories = [made(chat_template_kwargs=names).directory for names in ({}, LOUD)]
+    file = write_rows(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
+
+    def tokenize(names):
+        data, warm = CountdownData(chat_template_kwargs=names), {"demonstrations": str(file), "held_out_rows": 0}
+        return tokenize_demonstrations(settings_in(tmp_path, data=data, warm_start=warm), folder).directory
+
+    directories = [tokenize(names) for names in ({}, LOUD)]
     assert directories[0] != directories[1]
     for directory, names in zip(directories, ({}, LOUD), strict=True):
         for row, talk in zip(read_demonstrations(directory / "train.parquet"), talks, strict=True):
             assert tokenizer.decode(list(row.token_ids)) == rendered(tokenizer, talk, names, prompt=False)
     with pytest.raises(DataError, match="does not read voise"):
-        made(chat_template_kwargs={"voise": "loud"})
+        tokenize({"voise": "loud"})
 
 
 def test_arguments_of_transformers_are_not_template_names():

@@ -9,10 +9,10 @@ import pytest
 from data.filter import filter_dataset
 from data.tasks import build_dataset
 from data.tokenizer import Messages, PromptTokenizer
-from rlcore.config import FilterConfig, Gsm8kData
+from rlcore.config import Gsm8kData
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
 from rlcore.rollout.environment import TurnTokens
-from tests.data.conftest import user_prompts
+from tests.data.conftest import settings_in, user_prompts
 from tests.helpers.tokenizer_kinds import KINDS
 
 NUM_ROWS = 200
@@ -45,7 +45,8 @@ def kind(request, tmp_path_factory):
 
 
 def conversations(rng, name):
-    """Return questions, some with messages before or the assistant's words after them, and responses."""
+    """Return questions, some with messages before or the assistant's words after them, and responses. A continued turn
+    may follow an earlier turn of the assistant."""
     found: list[tuple[Messages, str]] = []
     thinks = name == "qwen3-thinking"
     for place, (question, text) in enumerate(zip(*(sentences(rng, NUM_ROWS) for _ in range(2)), strict=True)):
@@ -54,7 +55,9 @@ def conversations(rng, name):
         if place % 5 == 3 and name not in ("llama2", "mistral"):
             found.append(([{"role": "system", "content": "Be brief."}, user], response))
         elif place % 5 == 4 and not thinks:
-            found.append(([user, {"role": "assistant", "content": "So: 19 +"}], f" {text}"))
+            earlier = [*user_prompts("What?")[0], {"role": "assistant", "content": "9"}] if place % 2 else []
+            begun = rng.choice(["So: 19 +", "Let me see.\n<think>"])
+            found.append(([*earlier, user, {"role": "assistant", "content": begun}], f" {text}"))
         else:
             found.append(([user], response))
     return found
@@ -129,15 +132,15 @@ def test_gsm8k_is_filtered_with_the_models_template(gsm8k_folder, smollm2, token
         lines = (gsm8k_folder / name).read_text(encoding="utf-8").splitlines(keepends=True)
         (tmp_path / name).write_text("".join(lines[:400]), encoding="utf-8")
     dataset = build_dataset(Gsm8kData(source=str(tmp_path)), seed=1, root=artifacts_root)
-    settings = FilterConfig(max_prompt_tokens=160)
-    filtered = filter_dataset(dataset.directory, smollm2, settings, root=artifacts_root)
+    config = settings_in(artifacts_root, filter={"max_prompt_tokens": 160})
+    filtered = filter_dataset(dataset.directory, smollm2, config)
     rows = pq.read_table(filtered.directory / "train.parquet").to_pylist()
     assert 0.8 * 400 < len(rows) < 400
     for row in rows[::4]:
         prompt = [dict(turn) for turn in row["prompt"]]
         answered = [*prompt, {"role": "assistant", "content": row["extra_info"]["solution"]}]
         assert row["prompt_ids"] == ids_of(tokenizer, prompt, prompt=True)
-        assert len(row["prompt_ids"]) <= settings.max_prompt_tokens
+        assert len(row["prompt_ids"]) <= 160
         joint = row["prompt_ids"] + row["solution_ids"]
         assert ids_of(tokenizer, answered)[: len(joint)] == joint
 

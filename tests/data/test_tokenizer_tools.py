@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 from data.arithmetic import calculate
 from data.filter import filter_dataset
 from data.tasks import build_dataset
-from rlcore.config import CountdownData, FilterConfig
+from rlcore.config import CountdownData
 from rlcore.errors import ConfigError
 from rlcore.rollout.environment import TurnTokens
 from rlcore.rollout.tools import Tools, parse_calls, tool_schemas
-from tests.data.conftest import saved
+from tests.data.conftest import saved, settings_in
 
 CALCULATOR = "data.arithmetic:calculate"
 CHAT = CountdownData(train_size=40, validation_size=8, template="chat")
@@ -90,8 +90,8 @@ def test_replies_have_results_and_errors_of_calls():
 def test_prompts_and_turns_are_rendered_with_tools(name, trained_bpe, tmp_path, artifacts_root):
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATES[name])
     dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
-    made = (dataset.directory, folder, FilterConfig(max_prompt_tokens=2_000))
-    plain, shown = (filter_dataset(*made, root=artifacts_root, tools=tools) for tools in ((), (CALCULATOR,)))
+    given = ({"episode": {"tools": tools}, "filter": {"max_prompt_tokens": 2_000}} for tools in ((), (CALCULATOR,)))
+    plain, shown = (filter_dataset(dataset.directory, folder, settings_in(artifacts_root, **more)) for more in given)
     assert plain.directory != shown.directory
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for row in pq.read_table(shown.directory / "validation.parquet").to_pylist():

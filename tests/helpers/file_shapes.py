@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.tokenizer_kinds import KINDS
 
@@ -27,10 +27,12 @@ Rows = Callable[[int], dict[str, Any]]
 def write_tokenizer(folder: Path) -> int:
     KINDS["chatml"].saved(folder)
     (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
-    return len(AutoTokenizer.from_pretrained(folder))
+    return len(PreTrainedTokenizerFast.from_pretrained(folder))
 
 
 def write_model(folder: Path) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # they load torch
+
     size = write_tokenizer(folder)
     Qwen2ForCausalLM(
         Qwen2Config(
@@ -128,18 +130,19 @@ DEMONSTRATIONS: dict[str, Rows] = {
 def write_files(folder: Path) -> None:
     for name, row in PROBLEMS.items():
         for first, split in ((0, "train"), (NUM_ROWS, "test")):
-            _write(folder / name.format(split), [row(first + n) for n in range(NUM_ROWS)])
+            write_rows(folder / name.format(split), [row(first + n) for n in range(NUM_ROWS)])
     for name, row in DEMONSTRATIONS.items():
-        _write(folder / name, [row(n) for n in range(NUM_ROWS)])
+        write_rows(folder / name, [row(n) for n in range(NUM_ROWS)])
 
 
-def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_rows(file: Path, rows: Sequence[Any]) -> Path:
+    """Write rows in the form that the file's name states: parquet, a JSON array, or lines of JSON."""
     file.parent.mkdir(exist_ok=True)
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     match file.suffix:
         case ".parquet":
             pq.write_table(pa.Table.from_pylist(list(rows)), file)
         case ".json":
             file.write_text(json.dumps(rows, indent=2))
         case _:
-            file.write_bytes(lines)
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

@@ -97,11 +97,11 @@ def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
     dataset = build_dataset(config.data, seed=config.data.seed, root=root)
     tokenizer = ensure_tokenizer(config)
-    filtered = filter_dataset(dataset.directory, tokenizer, config.filter, root=root, tools=config.episode.tools)
+    filtered = filter_dataset(dataset.directory, tokenizer, config)
     suites = {suite.name: make_suite(config, suite).directory for suite in config.validation.suites}
     shown = None
     if config.warm_start.demonstrations is not None:
-        shown = tokenize_demonstrations(config.warm_start, tokenizer, seed=config.data.seed, root=root).directory
+        shown = tokenize_demonstrations(config, tokenizer).directory
     inputs = RunInputs(filtered.directory, tokenizer, dataset.directory, shown, suites)
     return SmallRun(config, inputs, warm_start(config, inputs).directory)
 

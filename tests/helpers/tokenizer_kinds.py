@@ -1,15 +1,23 @@
 """Tokenizers and chat templates as models are published with, and a tokenizer with special tokens of all kinds."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.conftest import CHAT_TEMPLATE, WORDS
-
+CHAT_TEMPLATE = (
+    "{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{%- endif %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+# Words as split by the tokenizers of Qwen and Llama.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _LEARNED = [
     "What is 19 + 7? It is 26, I think. Let me see: 12 * 3 = 36.\n\nSo the answer is 36.",
     "Natalia sold 48 clips; how many has she left?\n#### 9",
@@ -57,7 +65,7 @@ R1 = (
 )
 
 
-def byte_level(special: list[str]) -> Tokenizer:
+def byte_level(special: list[str], texts: Sequence[str] = _LEARNED, vocab_size: int = 600) -> Tokenizer:
     core = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(WORDS), "isolated")
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -66,9 +74,9 @@ def byte_level(special: list[str]) -> Tokenizer:
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    core.train_from_iterator(_LEARNED, trainer)
+    core.train_from_iterator(texts, trainer)
     core.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
     return core
 
@@ -128,10 +136,9 @@ class Kind:
         return folder
 
 
-_CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _ROLES = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 KINDS = {
-    "chatml": Kind(lambda: byte_level(_CHATML), CHAT_TEMPLATE, "<|im_end|>"),
+    "chatml": Kind(lambda: byte_level(CHATML), CHAT_TEMPLATE, "<|im_end|>"),
     "llama3": Kind(
         lambda: byte_level(
             ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -148,8 +155,8 @@ KINDS = {
         lambda: byte_level(["<|endoftext|>", *_ROLES]), PHI, "<|endoftext|>", None,
         ("<|endoftext|>", "<|assistant|>", "<|end|>"),
     ),
-    "qwen3": Kind(lambda: byte_level(_CHATML), QWEN3, "<|im_end|>", None, ("<|im_end|>", "<|endoftext|>")),
-    "qwen3-thinking": Kind(lambda: byte_level(_CHATML), QWEN3_THINKING, "<|im_end|>"),
+    "qwen3": Kind(lambda: byte_level(CHATML), QWEN3, "<|im_end|>", None, ("<|im_end|>", "<|endoftext|>")),
+    "qwen3-thinking": Kind(lambda: byte_level(CHATML), QWEN3_THINKING, "<|im_end|>"),
     "r1": Kind(
         lambda: byte_level(["<|bos|>", "<|eos|>", "<|User|>", "<|Assistant|>"]), R1, "<|eos|>", "<|bos|>", (), False
     ),

@@ -12,7 +12,7 @@ import pytest
 from data.demonstrations import tokenize_demonstrations
 from flows.commands import rollouts
 from rlcore.batching.prompts import read_pairs, read_prompts
-from rlcore.config import WarmStartConfig
+from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.responses.query import Query
@@ -67,8 +67,9 @@ def test_pairs_are_of_the_run_and_train_a_model_by_the_same_prompts(run, tmp_pat
     rollouts.rollouts(words, pairs=True, limit=1)
     assert capsys.readouterr().out == text.splitlines(keepends=True)[0]
     (file := tmp_path / "pairs.jsonl").write_text(text)
-    warm = WarmStartConfig(loss="dpo", demonstrations=str(file), held_out_rows=0)
-    made = tokenize_demonstrations(warm, run.inputs.tokenizer_directory, seed=1, root=tmp_path)
+    warm = {"loss": "dpo", "demonstrations": str(file), "held_out_rows": 0}
+    config = RunConfig(warm_start=warm, paths={"root": str(tmp_path)})
+    made = tokenize_demonstrations(config, run.inputs.tokenizer_directory)
     prompts = {one.prompt_id: one.token_ids for file in run.inputs.train_parquets for one in read_prompts(file)}
     trained = read_pairs(made.directory / "train.parquet")
     whole = Counter(tuple(one.token_ids)[: one.is_target.index(True)] for one in trained)
