@@ -115,7 +115,7 @@ def check_first_row(config: WarmStartConfig) -> None:
     file = Path(config.demonstrations or "").expanduser()
     if (first := next(records_of(file), None)) is None:
         raise DataError(f"warm_start.demonstrations: {file} must have rows, and is empty. Name another file")
-    for row in _chosen_and_rejected(first) if config.loss == "dpo" else (first,):
+    for row in _chosen_and_rejected(first) if config.loss == "dpo" else [first]:
         if _is_chat(row):
             _conversation(row)
 
@@ -149,7 +149,7 @@ def _rows_that_fit(config: RunConfig, tokenizer_dir: Path, counts: Counter[str])
                 yield row
 
 
-def _chosen_and_rejected(row: Record) -> tuple[Record, Record]:
+def _chosen_and_rejected(row: Record) -> list[Record]:
     """Return both responses of a pair as demonstrations with `prompt` and `completion`."""
     values = row.values
     chosen, rejected, prompt = (values.get(name) for name in ("chosen", "rejected", "prompt"))
@@ -164,11 +164,10 @@ def _chosen_and_rejected(row: Record) -> tuple[Record, Record]:
             f"{columns}; rename them, repair the row, or set warm_start.loss=nll for demonstrations"
         )
     more = {"tools": values["tools"]} if values.get("tools") else {}
-    first, second = (
+    return [
         Record(f"{row.where}: {name}", {"prompt": prompt, "completion": response, **more})
         for name, response in (("chosen", chosen), ("rejected", rejected))
-    )
-    return first, second
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -160,33 +160,31 @@ def _check_task(data: TaskData, config: RunConfig, splits: Sequence[str]) -> str
     return text and f"warning: {text}"
 
 
-def _rows(data: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> list[RowReference]:
+def _rows(data: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> Iterator[RowReference]:
     """Read the rows from the user's local files, so that error messages can name file and line.
 
     If there are no local files, read the built dataset in `directory`."""
-    rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)
         for split in splits:
             for number, row in enumerate(made.splits[split]):
                 source, truth = row.data_source or made.data_source, json.dumps(row.ground_truth)
-                rows.append(RowReference(split, number, row.where, source, truth, row.solution))
-        return rows
+                yield RowReference(split, number, row.where, source, truth, row.solution)
+        return
     for split in splits:
         path = directory / f"{split}.parquet"
         places = enumerate(read_rows(path, ["data_source", "reward_model", "extra_info"]))
         for number, (where, values) in places:
             truth = json.dumps(values["reward_model"]["ground_truth"])
             solution = values["extra_info"].get("solution") or ""
-            rows.append(RowReference(split, number, where, values["data_source"], truth, solution))
-    return rows
+            yield RowReference(split, number, where, values["data_source"], truth, solution)
 
 
 class _OutOfTimeError(Exception):
     pass
 
 
-def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> ReferenceReport:
+def _check(data: TaskData, reward: RewardConfig, rows: Iterable[RowReference], *, is_taught: bool) -> ReferenceReport:
     by_scorer: dict[str, list[RowReference]] = {}
     for row in rows:
         by_scorer.setdefault(scorer_of_row(data, row.data_source) or data.scorer, []).append(row)

@@ -114,17 +114,13 @@ def _by_part(inputs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {f"part {n}: {name}": digest for n, part in enumerate(inputs) for name, digest in part.items()}
 
 
-def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
-    """Return the fingerprint of a dataset, which need not be built yet. For a mixture, combine the fingerprints of its
-    parts."""
-    if isinstance(config, MixtureData):
-        return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])
-    return fingerprint("dataset", {**_origin(config, seed), "splits": splits})
-
-
 def dataset_directory(config: DataConfig, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> Path:
-    """Return the folder of a dataset below `root` (`paths.root`). Its name is the dataset's fingerprint."""
-    return root / "datasets" / dataset_fingerprint(config, seed, splits)
+    """Return the folder of a dataset below `root` (`paths.root`), which need not exist yet. Its name is the dataset's
+    fingerprint. The fingerprint of a mixture combines the fingerprints of its parts."""
+    if isinstance(config, MixtureData):
+        parts = [dataset_directory(part.data, seed, root).name for part in config.parts]
+        return root / "datasets" / fingerprint("dataset-mixture", parts)
+    return root / "datasets" / fingerprint("dataset", {**_origin(config, seed), "splits": splits})
 
 
 def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:

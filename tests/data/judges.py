@@ -107,8 +107,5 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
             case "flaky":
                 self.reply(503 if seen[case] < 3 else 200, VERDICT, {})
-            case "form":  # the second score that the request allows
-                form = request["response_format"]["json_schema"]["schema"]
-                self.reply(200, message(json.dumps({"score": form["properties"]["score"]["enum"][1]})), {})
             case _:
                 self.reply(*REPLIES[case])

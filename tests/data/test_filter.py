@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from data.filter import filter_dataset
 from data.rows import Message, Row, TaskRows
 from data.schema import provenance, write_splits
-from data.tasks import build_dataset, dataset_fingerprint
+from data.tasks import build_dataset, dataset_directory
 from data.tokenizer import PieceEncoder
 from rlcore.batching.prompts import read_prompts
 from rlcore.config import CountdownData, ParquetData
@@ -195,7 +195,7 @@ def test_filter_starts_again_where_the_fast_path_differs(chat_tokenizer, artifac
     expected = filtered(CHAT, chat_tokenizer, artifacts_root)
     encode = PieceEncoder.encode
     monkeypatch.setattr(PieceEncoder, "encode", lambda self, texts: [ids + b"\0" * 4 for ids in encode(self, texts)])
-    dataset = artifacts_root / "datasets" / dataset_fingerprint(CHAT, 1)
+    dataset = dataset_directory(CHAT, 1, artifacts_root)
     with caplog.at_level(logging.WARNING):
         again = filter_dataset(dataset, chat_tokenizer, settings_in(artifacts_root / "other"))
     assert "comes out differently" in caplog.text

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.gsm8k import final_number, only_number, reference_number, score, score_numeric
-from data.tasks import build_dataset, dataset_fingerprint
+from data.tasks import build_dataset, dataset_directory
 from rlcore.config import Gsm8kData
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ProblemResult, Response, problem_statistics
@@ -66,12 +66,13 @@ def test_broken_lines_are_named(tmp_path, artifacts_root):
     lines = [json.dumps({"question": f"{number}?", "answer": answer}) for number, answer in enumerate(answers)]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n\n".join(lines))
+    settings = Gsm8kData(source=str(tmp_path))
     with pytest.raises(DataError, match=r"test.jsonl|train.jsonl: line 3: .*must end in '#### <number>', got"):
-        build_dataset(Gsm8kData(source=str(tmp_path)), seed=1, root=artifacts_root)
+        build_dataset(settings, seed=1, root=artifacts_root)
     assert list((artifacts_root / "datasets").iterdir()) == []
-    first = dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1)
+    first = dataset_directory(settings, 1, artifacts_root)
     (tmp_path / "test.jsonl").write_text(lines[0])
-    assert dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1) != first
+    assert dataset_directory(settings, 1, artifacts_root) != first
 
 
 @pytest.mark.parametrize(("text", "within", "number"), [

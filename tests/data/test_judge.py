@@ -12,10 +12,9 @@ from unittest.mock import AsyncMock
 import pytest
 
 from data import judge
-from data.judge import JudgeError, judge_response, read_verdict, score
+from data.judge import JudgeError, judge_response, read_verdict
 from rlcore.config.rollout import JudgeConfig, RewardConfig
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.rollout.scoring_worker import JUDGE_VARIABLE
 from tests.data.judges import GOOD, HOSTILE, Judge, Reply, judge_server, message
 
 SECRET, JUDGE = "sk-do-not-tell-1234", "data.judge:score"
@@ -76,11 +75,14 @@ def test_broken_judges_give_no_score_and_are_counted(cases, reward, caplog):
     assert "status 401" in str(found["wrong_key"].failure)
 
 
-@pytest.mark.parametrize(("levels", "highest", "second"), [(2, 1, 1), (5, 4, 0.25), (11, 0.6666667, 0.1), (3, 7, 0.5)])
-def test_structured_output_allows_levels_up_to_the_highest(reward, monkeypatch, levels, highest, second):
-    made = reward(tries=1, levels=levels, highest=highest)
-    monkeypatch.setenv(JUDGE_VARIABLE, made.judge.model_dump_json())
-    assert score("case=form", {}).total == pytest.approx(second, rel=1e-5)
+@pytest.mark.parametrize(("levels", "highest", "scores"), [
+    (2, 1, [0, 1]), (5, 4, [0, 1, 2, 3, 4]), (3, 7, [0, 3.5, 7]), (4, 0.6666667, [0, 0.222222, 0.444444, 0.6666667]),
+])  # fmt: skip
+def test_structured_output_allows_levels_up_to_the_highest(server, settings, levels, highest, scores):
+    server.replies = [(200, message(json.dumps({"score": scores[-1]})), {})]
+    assert judge_response(settings(levels=levels, highest=highest), "x", "{}") == 1.0
+    schema = server.requests[0][2]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["score"]["enum"] == scores
 
 
 def test_rules_and_weights_combine_with_the_judge(reward: Callable[..., RewardConfig]) -> None:

@@ -15,7 +15,7 @@ from data.countdown_problems import generate
 from data.filter import filter_dataset, filtered_directory
 from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
-from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
+from data.tasks import build_dataset, dataset_directory, input_digests, inputs_of
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CountdownData, CustomData, MappedData, RewardConfig, RunConfig
 from rlcore.config.compose import load_config
@@ -63,15 +63,15 @@ def test_dataset_has_schema_provenance_counts_and_the_bytes_of_its_seed(dataset,
     assert table.schema.remove_metadata() == row_schema(truth)
     require_row_schema(table.schema, file)
     document = provenance(file)
-    assert document["fingerprint"] == dataset.directory.name == dataset_fingerprint(SMALL, 1)
+    assert document["fingerprint"] == dataset.directory.name
     assert dataset.directory == dataset_directory(SMALL, 1, artifacts_root)
     assert (document["seed"], document["counts"]["rows"], document["settings"]["number_high"]) == (1, 60, 9)
     before = file.stat().st_mtime_ns
     again = build_dataset(SMALL, seed=1, root=artifacts_root)
     assert (again.cached, again.counts, file.stat().st_mtime_ns) == (True, dataset.counts, before)
     scored = {"scorer": "somewhere:else", "environment": "somewhere:Else", "chat_template_kwargs": {"think": False}}
-    assert dataset_fingerprint(SMALL.model_copy(update=scored), 1) == dataset.directory.name
-    assert dataset_fingerprint(SMALL, 2) != dataset.directory.name
+    assert dataset_directory(SMALL.model_copy(update=scored), 1, artifacts_root) == dataset.directory
+    assert dataset_directory(SMALL, 2, artifacts_root) != dataset.directory
     again, other = (build_dataset(SMALL, seed=seed, root=tmp_path / "elsewhere") for seed in (1, 2))
     for name in ("train.parquet", "validation.parquet"):
         content = (dataset.directory / name).read_bytes()
@@ -113,12 +113,12 @@ def test_input_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path
 
 
 def test_suites_have_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> None:
-    whole = dataset_fingerprint(mapped, 1)
-    assert dataset_fingerprint(mapped, 2) == whole, "its rows are not generated"
-    assert dataset_fingerprint(mapped, 1, ("train", "validation")) == whole
+    whole = dataset_directory(mapped, 1, tmp_path)
+    assert dataset_directory(mapped, 2, tmp_path) == whole, "its rows are not generated"
+    assert dataset_directory(mapped, 1, tmp_path, ("train", "validation")) == whole
     made = build_dataset(mapped, seed=1, root=tmp_path, splits=("validation",))
-    assert made.directory.name == dataset_fingerprint(mapped, 1, ("validation",)) != whole
-    assert (made.counts, made.directory) == ({"validation": 2}, dataset_directory(mapped, 1, tmp_path, ("validation",)))
+    assert made.directory == dataset_directory(mapped, 1, tmp_path, ("validation",)) != whole
+    assert made.counts == {"validation": 2}
     assert sorted(path.name for path in made.directory.glob("*.parquet")) == ["validation.parquet"]
 
 
@@ -170,7 +170,7 @@ def make(settings, tokenizer, root):
 def test_parts_are_shared_by_mixtures_and_keep_their_scorers(scratch_tokenizer, artifacts_root):
     dataset, filtered = make(MIXED, scratch_tokenizer, artifacts_root)
     assert dataset.counts == filtered.counts == {"train": 150, "validation": 50}
-    assert dataset_fingerprint(MIXED, 1) == dataset.directory.name
+    assert dataset_directory(MIXED, 1, artifacts_root) == dataset.directory
     alone, alone_filtered = make(HARD, scratch_tokenizer, artifacts_root)
     heavier = MixtureData(parts=(*PARTS[:2], MixturePart(data=TIMES, weight=9)))
     again, again_filtered = make(heavier, scratch_tokenizer, artifacts_root)

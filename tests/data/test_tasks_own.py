@@ -13,7 +13,7 @@ import pytest
 from data import sort_digits
 from data.number_guessing import Game
 from data.rows import Message, Row
-from data.tasks import build_dataset, build_mapped, dataset_fingerprint, input_digests, inputs_of
+from data.tasks import build_dataset, build_mapped, dataset_directory, input_digests, inputs_of
 from data.trial import first_row, validate_rows
 from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
@@ -61,10 +61,10 @@ def test_fingerprint_depends_on_the_source_file(tmp_path, monkeypatch, artifacts
     mine = SORT.model_copy(update={"build": "my_own_task:build", "scorer": "my_own_task:score"})
     dataset = build_dataset(mine, seed=1, root=artifacts_root)
     assert pq.read_table(dataset.directory / "train.parquet").column("data_source")[0].as_py() == "mine"
-    assert dataset_fingerprint(mine, 1) == dataset.directory.name
+    assert dataset_directory(mine, 1, artifacts_root) == dataset.directory
     with (tmp_path / "my_own_task.py").open("a") as file:
         file.write("# changed\n")
-    assert dataset_fingerprint(mine, 1) != dataset.directory.name
+    assert dataset_directory(mine, 1, artifacts_root) != dataset.directory
 
 
 def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
