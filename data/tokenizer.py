@@ -242,8 +242,9 @@ class PromptTokenizer:
     def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
         """Return the indices of the encoded texts that contain a word outside the vocabulary."""
         unknown = self._tokenizer.unk_token_id
-        # Byte-level tokenizers have tokens for every word; some use an end-of-text token as the unknown token.
-        if unknown is None or self._pieces is not None:
+        # Byte-level tokenizers have tokens for every word. Many of them, such as GPT-2's, declare the end-of-text token
+        # as the unknown token, but their model never writes it.
+        if unknown is None or self._pieces is not None or not getattr(self.backend.model, "unk_token", unknown):
             return []
         return [place for place, ids in enumerate(encoded) if unknown in np.frombuffer(ids, dtype=np.int32)]
 

@@ -189,6 +189,18 @@ def tool_tokenizer(trained_bpe, tmp_path):
     return saved(trained_bpe, tmp_path / "with-tools", chat_template=TOOL_TEMPLATE)
 
 
+def test_end_of_text_may_be_the_declared_unknown_token(trained_bpe, tmp_path):
+    """As in GPT-2, whose byte-level model never writes an unknown token."""
+    folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=None)
+    declared = folder / "tokenizer_config.json"
+    declared.write_text(json.dumps({**json.loads(declared.read_text()), "unk_token": "<|im_end|>"}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.unk_token_id == tokenizer.eos_token_id
+    rows = [{"prompt": "Say it: ", "completion": word} for word in ("yes", "no")]
+    found = tokens_of(tmp_path / "pairs.jsonl", rows, folder)
+    assert [target_text(tokenizer, row) for row in found] == ["yes<|im_end|>", "no<|im_end|>"]
+
+
 def test_function_calls_are_targets_as_the_template_writes_them(tool_tokenizer, tmp_path):
     arguments = {"a": 2, "b": [5]}
     shown = called(arguments, tools=[ADD])
