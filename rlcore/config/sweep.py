@@ -62,7 +62,6 @@ Values = Annotated[
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
 ]
 """The values of one setting in a sweep: a list of values, or a range of numbers."""
-Space = dict[str, Values]
 
 
 class OptunaSearch(Section):
@@ -73,7 +72,7 @@ class OptunaSearch(Section):
     further points."""
     seed: int = Field(default=1, ge=0)
     """The seed of the search."""
-    space: Space = Field(min_length=1)
+    space: dict[str, Values] = Field(min_length=1)
     """The settings that vary, with their values."""
     startup_points: int = Field(default=10, ge=1)
     """The number of random points before TPE begins. If this number is `num_points` or more, all points are random."""
