@@ -103,12 +103,9 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
     settings, members = _compose_groups(chosen, findings)
     findings.sources |= {group: f"conf/{group}/{member}.yaml" for group, member in members.items()}
     for file in files:
-        own = {
-            group: member
-            for group, member in _compose_groups(file.members, findings)[1].items()
-            if group in EXCLUSIVE_GROUPS and group in file.keys and member != members[group]
-        }
-        kept = {key: value for key, value in file.keys.items() if key not in own}
+        _, of_file = _compose_groups(file.members, findings)
+        replaced = {group for group in EXCLUSIVE_GROUPS if of_file[group] != members[group]}
+        kept = {key: value for key, value in file.keys.items() if key not in replaced}
         findings.sources |= dict.fromkeys(leaves(kept), file.name)
         settings = check.as_plain(OmegaConf.merge(settings, kept))
     findings.values = leaves(settings)

@@ -8,8 +8,7 @@ import pytest
 
 from rlcore.config import RunConfig
 from rlcore.config.algo import CriticConfig
-from rlcore.config.base import GROUPS, expand_path, value_at
-from rlcore.config.data import parts_of
+from rlcore.config.base import GROUPS, expand_path
 from rlcore.config.documents import REFERENCE_FILE, reference
 from rlcore.config.model import ModelConfig
 from rlcore.config.rollout import ValidationConfig
@@ -34,13 +33,6 @@ def test_validation_is_due_at_ends_and_intervals(every: int, due: list[int]) -> 
     assert [step for step in range(6) if validation.is_due(step, 5)] == due
 
 
-def test_parts_of_task_and_mixture() -> None:
-    parts = [{"data": {"task": "countdown"}}, {"data": {"task": "custom"}}]
-    one, mixture = (RunConfig(data=data).data for data in (parts[0]["data"], {"task": "mixture", "parts": parts}))
-    assert [part.data for part in parts_of(one)] == [one]
-    assert [part.data.task for part in parts_of(mixture)] == ["countdown", "custom"]
-
-
 def test_home_is_expanded_for_known_users() -> None:
     assert expand_path("~/x") == Path.home() / "x"
     assert expand_path("~nobody77/x") == Path("~nobody77/x")
@@ -49,12 +41,6 @@ def test_home_is_expanded_for_known_users() -> None:
     for section in (ModelConfig, CriticConfig):
         paths = [section(path=path).path for path in ("~/m", "~nobody77/m", "./m/", "owner/m", None)]
         assert paths == [f"{Path.home()}/m", "~nobody77/m", "./m/", "owner/m", None]
-
-
-def test_value_at_missing_key_is_absent() -> None:
-    config, keys = RunConfig(), ("trainer.total_steps", "critic.optim.lr", "data.nothing")
-    assert [value_at(config, key, "none") for key in keys] == [100, "none", "none"]
-    assert value_at(config, "critic.optim.lr") is None
 
 
 def test_settings_page_is_current_and_has_every_key():
