@@ -1,4 +1,7 @@
-"""Rules between settings, each broken by some settings and not by others; methods of settings; docs/settings.md."""
+"""Rules between settings, methods of settings, and the page docs/settings.md.
+
+Each rule is broken by some settings and not broken by the corrected settings.
+"""
 
 import json
 import re
