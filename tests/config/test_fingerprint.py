@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config import CountdownData, RunConfig
+from rlcore.config import CountdownData, RunConfig, data
 from rlcore.config import fingerprint as fingerprints
 from rlcore.config.base import covers, leaves
 from rlcore.config.fingerprint import changed_settings, fingerprint, fixed_settings, may_change, settings_fingerprint
@@ -14,8 +14,7 @@ from tests.helpers.settings import changed
 # Every section is there: a critic, adapters, a schedule that reads the number of steps.
 FULL = {"critic": {"optim": {"schedule": "cosine"}}, "model": {"lora": {}}, "tags": {"owner": "me"}}
 FULL["algo"] = {"advantage": "gae", "teacher": {"path": "a/teacher"}}
-DATA_TASKS = ("countdown", "custom", "gsm8k", "mapped", "mixture", "parquet", "reasoning_gym", "verifiers")
-TASKS = {task: FULL | {"data": {"task": task}} for task in DATA_TASKS}
+TASKS = {task: FULL | {"data": {"task": task}} for task in data.TASKS}
 COUNTS_WITH = {"warm_start.enabled": {"warm_start.steps_per_chunk"}}
 """Other settings that count only with a key."""
 CHANGEABLE = [
