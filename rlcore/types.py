@@ -21,7 +21,6 @@ from torch import Tensor
 from rlcore.prompt import FastPickle as FastPickle
 from rlcore.prompt import Prompt as Prompt
 from rlcore.score import Score as Score
-from rlcore.score import Scorer as Scorer
 
 FinishReason = Literal["stop", "length"]
 

@@ -31,11 +31,8 @@ def test_no_file_imports_itself_through_others() -> None:
     TopologicalSorter(imports).prepare()
 
 
-@pytest.mark.parametrize(
-    "statement", ["import rlcore.config", "import rlcore.config.compose", "import rlcore.errors", "import flows.cli"]
-)
-def test_settings_and_command_line_load_nothing_heavy(statement):
-    loaded = loaded_by(statement)
+def test_settings_and_command_line_load_nothing_heavy():
+    loaded = loaded_by("import rlcore.config, rlcore.config.compose, rlcore.errors, flows.cli")
     assert "rlcore" in loaded
     assert not HEAVY & loaded
 

@@ -9,22 +9,18 @@ from rlcore.config.data import (
     Gsm8kData,
     MappedData,
     MixtureData,
-    MixturePart,
     ParquetData,
     PassRatesConfig,
     ReasoningGymData,
-    VerifiersData,
 )
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
 from rlcore.config.rollout import (
-    EpisodeConfig,
     EvaluationConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
     SandboxConfig,
     SuiteConfig,
-    ValidationConfig,
 )
 from rlcore.config.run import (
     AnswersConfig,
@@ -33,5 +29,4 @@ from rlcore.config.run import (
     RunConfig,
     RuntimeConfig,
     TrackingConfig,
-    TrainerConfig,
 )

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from rlcore.config.base import Bound, EffectiveWhen, MayChange, Rule, Run, Section, expand_home, is_function_name, rule
+from rlcore.config.base import LOCAL_PATH, Bound, EffectiveWhen, MayChange, Rule, Run, Section, is_function_name, rule
 from rlcore.config.problems import Problem, did_you_mean
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
@@ -120,7 +120,7 @@ class RejectionConfig(Section):
 class TeacherConfig(Section):
     """A frozen teacher that the policy learns from at each token of its own responses (on-policy distillation)."""
 
-    path: str
+    path: Annotated[str, LOCAL_PATH]
     """The directory or hub id of the teacher. Its tokenizer must give the same token ids as the policy's tokenizer."""
     by_source: dict[str, str] = Field(default_factory=dict)
     """Other teachers for the prompts of some data sources, as in `{gsm8k: FOLDER}`."""
@@ -137,8 +137,6 @@ class TeacherConfig(Section):
     `model.lora.base`."""
     offload: Annotated[bool, MayChange] = False
     """Keep the teacher's weights in host memory between its forward passes."""
-
-    _expanded = field_validator("path")(expand_home)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -346,7 +344,7 @@ class OptimConfig(Section):
 class CriticConfig(Section):
     """The value model of PPO. It has the policy's architecture, but separate weights and a separate optimizer."""
 
-    path: str | None = None
+    path: Annotated[str | None, LOCAL_PATH] = None
     """The path of the initial weights. If null, the initial weights are those of the policy."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     warmup_steps: Annotated[
@@ -359,5 +357,3 @@ class CriticConfig(Section):
              lambda _, run: run.algo.advantage == "gae",
              "Leave out the critic's settings (critic=none), or choose algo=ppo"),
     )  # fmt: skip
-
-    _expanded = field_validator("path")(expand_home)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from rlcore.config.problems import Problem, format_value, plain_text
@@ -74,9 +74,8 @@ def expand_path(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
-def expand_home(path: str | None) -> str | None:
-    """Expand `~` in a path. None and hub ids are returned unchanged. Fields of settings use this as a validator."""
-    return path and os.path.expanduser(path)  # noqa: PTH111
+LOCAL_PATH = AfterValidator(lambda path: path and os.path.expanduser(path))  # noqa: PTH111
+"""The annotation of a setting that is a path. `~` in the path is expanded. Null and hub ids stay unchanged."""
 
 
 def is_function_name(name: str) -> bool:
@@ -105,14 +104,17 @@ class Section(BaseModel):
     effective: ClassVar[Any] = None
 
 
-def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted name (after `prefix`) and the field of each setting in a section and its subsections."""
+def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name (after `prefix`) and the field of each setting and subsection of a section."""
     for name, field in section.model_fields.items():
-        inner = sections_of(field.annotation)
-        if not inner:
-            yield prefix + name, field
-        for member in inner:
-            yield from keys_of(member, f"{prefix}{name}.")
+        yield prefix + name, field
+        for member in sections_of(field.annotation):
+            yield from fields_of(member, f"{prefix}{name}.")
+
+
+def keys_of(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name and the field of each setting in a section and its subsections."""
+    return ((name, field) for name, field in fields_of(section) if not sections_of(field.annotation))
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:

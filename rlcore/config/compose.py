@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -96,23 +96,21 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
     """Compose settings as `load_config` does. Instead of raising an error for mistakes, return the mistakes, and the
     settings without the wrong values."""
     findings = Findings()
-    request = _read_overrides(overrides, experiment, findings)
-    files = [] if request.experiment is None else check.experiment_files(request.experiment, findings)
-    chosen = {**(files[-1].members if files else {}), **request.choices}
+    choices, values = _read_overrides(overrides, experiment, findings)
+    named = choices.pop("experiment", None)
+    files = [] if named is None else check.experiment_files(named, findings)
+    chosen = {**(files[-1].members if files else {}), **choices}
     settings, members = _compose_groups(chosen, findings)
     findings.sources |= {group: f"conf/{group}/{member}.yaml" for group, member in members.items()}
     for file in files:
-        own = {
-            group: member
-            for group, member in _compose_groups(file.members, findings)[1].items()
-            if group in EXCLUSIVE_GROUPS and group in file.keys and member != members[group]
-        }
-        kept = {key: value for key, value in file.keys.items() if key not in own}
+        _, of_file = _compose_groups(file.members, findings)
+        replaced = {group for group in EXCLUSIVE_GROUPS if of_file[group] != members[group]}
+        kept = {key: value for key, value in file.keys.items() if key not in replaced}
         findings.sources |= dict.fromkeys(leaves(kept), file.name)
         settings = check.as_plain(OmegaConf.merge(settings, kept))
     findings.values = leaves(settings)
-    config = _validate_settings(settings, request.values, findings)
-    given = {key for written in request.values if not written.delete for key in written.names}
+    config = _validate_settings(settings, values, findings)
+    given = _texts(values).keys()
     in_file = leaves(files[-1].keys).keys() - given if files else frozenset()
     shown_files = [file.name for file in files]
     chosen_options = {group: f"{group}={member}" for group, member in members.items()}
@@ -120,7 +118,7 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
         key: findings.sources.get(key) or chosen_options.get(key.partition(".")[0], "") for key in findings.values
     }
     sources |= dict.fromkeys(given, "override")
-    overridden = given | request.choices.keys()
+    overridden = given | choices.keys()
     return Composition(config, findings.problems, shown_files, members, overridden, in_file, sources)
 
 
@@ -141,46 +139,27 @@ def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCo
     """Apply overrides of keys (not of groups) to complete settings, given as nested dicts, and return the checked
     result. Raises one ConfigError that lists all mistakes."""
     findings = Findings()
-    request = _read_overrides(overrides, None, findings)
-    for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
+    choices, values = _read_overrides(overrides, None, findings)
+    for group in choices:
         findings.add(Problem(group, "cannot be chosen over settings that are there", group, "Give the keys one by one"))
-    found = _validate_settings(settings, request.values, findings)
+    found = _validate_settings(settings, values, findings)
     if findings.problems:
         raise settings_error(findings.problems)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _ValueOverride:
-    """An override that sets, adds or deletes one key. `text`: the value as the user wrote it."""
-
-    key: str
-    value: Any
-    text: str
-    delete: bool
-    add: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The dotted keys that the override sets."""
-        return tuple(leaves({self.key: self.value}))
-
-
-@dataclass(slots=True)
-class _Request:
-    """The overrides of one command, parsed. `choices`: the chosen options by group, such as `ppo` for `algo`."""
-
-    experiment: str | None = None
-    choices: dict[str, str] = field(default_factory=dict)
-    values: list[_ValueOverride] = field(default_factory=list)
-
-
-def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
-    request, parser = _Request(), OverridesParser.create()
+def _read_overrides(
+    overrides: Sequence[str], experiment: str | None, findings: Findings
+) -> tuple[dict[str, str], list[Override]]:
+    """Return the chosen options by group, such as `ppo` for `algo`, and the overrides of keys. The experiment is in the
+    first, under `experiment`."""
+    choices: dict[str, str] = {}
+    values: list[Override] = []
+    parser = OverridesParser.create()
     given: dict[str, Any] = {}
     if experiment is not None:
         given["experiment"] = experiment
-        _choose_member(request, "experiment", experiment, findings)
+        _choose_member(choices, "experiment", experiment, findings)
     for text in overrides:
         override = _parse_override(parser, text)
         if isinstance(override, Problem):
@@ -190,7 +169,7 @@ def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: 
             findings.add(override, *unsound)
             continue
         key, value = override.key_or_group, None if override.is_delete() else override.value()
-        parts = leaves({key: value}) if not override.is_delete() else {key: "~"}
+        parts = {key: "~"} if override.is_delete() else leaves({key: value})
         again = [name for name in parts if name in given and given[name] != parts[name]]
         for name in again:
             got = f"{format_value(given[name])} and {format_value(parts[name])}"
@@ -199,11 +178,21 @@ def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: 
         if again:
             continue
         if key in GROUPS or key == "experiment":
-            _choose_member(request, key, value, findings)
+            _choose_member(choices, key, value, findings)
         else:
-            written = text.partition("=")[2]
-            request.values.append(_ValueOverride(key, value, written, override.is_delete(), override.is_add()))
-    return request
+            values.append(override)
+    return choices, values
+
+
+def _texts(values: Sequence[Override]) -> dict[str, str]:
+    """Return the keys that overrides set. The value of a key is its number as the user wrote it, or '' if it has no
+    number."""
+    return {
+        name: str(written.input_line).partition("=")[2] if isinstance(written.value(), int | float) else ""
+        for written in values
+        if not written.is_delete()
+        for name in leaves({written.key_or_group: written.value()})
+    }
 
 
 def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
@@ -218,48 +207,43 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
     key = override.key_or_group
     if not key:
         return Problem("override", "cannot be read (no key)", repr(text), "Write key=value")
-    if key.partition(".")[0].partition("/")[0] == "hydra":
-        rule = "Hydra's own settings (output folders, launchers, logging) are not supported"
-        return Problem(key, rule, repr(text), "Leave it out; paths.root sets the folder of the results")
-    if override.package is not None or "/" in key:
-        rule = "packages and group paths have no meaning here"
-        return Problem(key, rule, repr(text), "Write the dotted key alone")
-    if override.is_sweep_override():
-        rule = "is a sweep over several values, and this is one run"
-        return Problem(
-            key,
-            rule,
-            repr(text),
-            "Add -m to millrace run for a grid over the values, or give one; a list is written key=[a,b]",
-        )
     groups = (*GROUPS, "experiment")
     is_known = key in (*groups, *RunConfig.model_fields)
-    if not is_known and nearest(key, [*groups, *all_keys()]) in groups and not foreign_key_hint(key):
+    rule = remedy = ""
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        rule = "Hydra's own settings (output folders, launchers, logging) are not supported"
+        remedy = "Leave it out; paths.root sets the folder of the results"
+    elif override.package is not None or "/" in key:
+        rule = "packages and group paths have no meaning here"
+        remedy = "Write the dotted key alone"
+    elif override.is_sweep_override():
+        rule = "is a sweep over several values, and this is one run"
+        remedy = "Add -m to millrace run for a grid over the values, or give one; a list is written key=[a,b]"
+    elif not is_known and nearest(key, [*groups, *all_keys()]) in groups and not foreign_key_hint(key):
+        rule = "there is no such setting"
         remedy = f"Did you mean {nearest(key, groups)}={text.partition('=')[2]}?"
-        return Problem(key, "there is no such setting", repr(text), remedy)
-    if key == "data.task":
+    elif key == "data.task":
+        rule = "follows from the group"
         task = "countdown" if override.is_delete() else format_value(override.value())
-        return Problem(key, "follows from the group", repr(text), f"Choose a task as a group: data={task}")
-    return override
+        remedy = f"Choose a task as a group: data={task}"
+    return Problem(key, rule, repr(text), remedy) if rule else override
 
 
-def _choose_member(request: _Request, group: str, value: Any, findings: Findings) -> None:
+def _choose_member(choices: dict[str, str], group: str, value: Any, findings: Findings) -> None:
     if value is None and group == "critic":
         value = "none"
     if value is None and group == "experiment":
         return
     if group == "experiment" and str(value).endswith(FILE_ENDINGS):
-        request.experiment = str(value)
+        choices[group] = str(value)
     elif (known := check.unknown_member_remedy(group, value)) is not None:
         unsound = list(RunConfig.model_fields) if group == "experiment" else [group]
         findings.add(Problem(group, "must name a file in conf/" + group, format_value(value), known), *unsound)
-    elif group == "experiment":
-        request.experiment = value
     else:
-        request.choices[group] = value
+        choices[group] = value
 
 
-def _validate_settings(settings: dict[str, Any], values: Sequence[_ValueOverride], findings: Findings) -> RunConfig:
+def _validate_settings(settings: dict[str, Any], values: Sequence[Override], findings: Findings) -> RunConfig:
     """Apply the overrides in `values` to the settings. Add wrong values to `findings`, and return the settings without
     them.
 
@@ -268,19 +252,14 @@ def _validate_settings(settings: dict[str, Any], values: Sequence[_ValueOverride
         _apply_override(settings, written, findings)
     if any(isinstance(entry, str) for entry in check.suites_in(settings)):
         settings["validation"]["suites"] = check.read_suites(check.suites_in(settings), findings)
-    texts = {
-        name: written.text if isinstance(written.value, int | float) else ""
-        for written in values
-        for name in written.names
-    }
-    config = _validate_types(_interpolate(settings, findings), findings, texts)
+    config = _validate_types(_interpolate(settings, findings), findings, _texts(values))
     for problem in check.find_problems(config, findings.unreliable):
         findings.add(problem)
     return config
 
 
-def _apply_override(settings: dict[str, Any], written: _ValueOverride, findings: Findings) -> None:
-    key, value = written.key, written.value
+def _apply_override(settings: dict[str, Any], written: Override, findings: Findings) -> None:
+    key, value = written.key_or_group, written.value()
     *outer, last = key.split(".")
     inner = settings
     for part in outer:
@@ -291,17 +270,17 @@ def _apply_override(settings: dict[str, Any], written: _ValueOverride, findings:
             rule = f"there is no such setting: {part} is a value, not a section"
             findings.add(Problem(key, rule, format_value(value), "docs/settings.md lists every key"))
             return
-    if written.delete and key in section_names() and value_at(RunConfig(), key) is not None:
+    if written.is_delete() and key in section_names() and value_at(RunConfig(), key) is not None:
         rule = "is a section, and only single settings return to their defaults"
         example = min(name for name in all_keys() if covers(key, name))
         findings.add(Problem(key, rule, f"~{key}", f"Set its keys, or reset one, such as ~{example}"))
-    elif written.delete and last not in inner:
+    elif written.is_delete() and last not in inner:
         rule = "there is no such key to delete"
         findings.add(Problem(key, rule, f"~{key}", did_you_mean(key, all_keys()).strip()))
-    elif written.delete:
+    elif written.is_delete():
         inner.pop(last)
-    elif written.add and inner.get(last) is not None and not isinstance(value, dict | list):  # as in Hydra
-        plain = f"{key}={written.text}"
+    elif written.is_add() and inner.get(last) is not None and not isinstance(value, dict | list):  # as in Hydra
+        plain = str(written.input_line).removeprefix("+")
         findings.add(Problem(key, "exists already, and + adds only new keys", f"+{plain}", f"Write {plain}"))
     else:
         inner[last] = _merge(inner.get(last), value)

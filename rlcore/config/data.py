@@ -279,10 +279,8 @@ class VerifiersData(Conversation):
     )  # fmt: skip
 
 
-TaskData = Annotated[
-    CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | ReasoningGymData | VerifiersData,
-    Field(discriminator="task"),
-]
+_Task = CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | ReasoningGymData | VerifiersData
+TaskData = Annotated[_Task, Field(discriminator="task")]
 
 
 class MixturePart(Section):
@@ -328,10 +326,7 @@ class MixtureData(Conversation):
     )  # fmt: skip
 
 
-DataConfig = Annotated[
-    CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | ReasoningGymData | VerifiersData | MixtureData,
-    Field(discriminator="task"),
-]
+DataConfig = Annotated[_Task | MixtureData, Field(discriminator="task")]
 
 TASKS: Mapping[str, type[Section]] = {
     section.model_fields["task"].default: section for section in get_args(get_args(DataConfig)[0])

@@ -6,7 +6,6 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from rlcore.config.base import CONF_DIR, EXCLUSIVE_GROUPS, GROUPS, Bound, Section, group_members, sections_of, value_at
@@ -111,12 +110,9 @@ def _values_text(field: FieldInfo) -> str:
     text = " or ".join(_type_text(kind) for kind in kinds if kind is not NoneType)
     # pydantic keeps the pattern in a private class
     text += "".join(f" that matches `{rule.pattern}`" for rule in field.metadata if hasattr(rule, "pattern"))
-    signs = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     limits = [
-        f"{sign} {getattr(rule, name)}"
-        for rule in field.metadata
-        for kind, name, sign in signs
-        if isinstance(rule, kind)
+        f"{signs[name]} {getattr(rule, name)}" for rule in field.metadata for name in signs if hasattr(rule, name)
     ]
     text += f", {' and '.join(limits)}" if limits else ""
     text += ", or null" if NoneType in kinds else ""

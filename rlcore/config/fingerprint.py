@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlcore.config.base import MayChange, Section, covers, leaves, sections_of
+from rlcore.config.base import MayChange, covers, fields_of, leaves
 from rlcore.config.run import RunConfig
 
 _DIGITS = 16
@@ -18,7 +17,7 @@ _DIGITS = 16
 
 def fingerprint(stage: str, payload: Any) -> str:
     """Return the first 16 hex digits of a SHA-256 hash of a stage's name and its inputs. The order of keys does not
-    matter. Raises TypeError for inputs other than settings, paths, sets and JSON values."""
+    matter. Raises TypeError for inputs other than settings and JSON values."""
     content = {"stage": stage, "payload": payload}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
@@ -28,15 +27,7 @@ def fingerprint(stage: str, payload: Any) -> str:
 def may_change() -> frozenset[str]:
     """Return the keys and sections that may differ between two starts of the same run (annotation `MayChange`).
     `fixed_settings` makes exceptions."""
-
-    def marked(section: type[Section], prefix: str) -> Iterator[str]:
-        for name, field in section.model_fields.items():
-            if MayChange in field.metadata:
-                yield prefix + name
-            for inner in sections_of(field.annotation):
-                yield from marked(inner, f"{prefix}{name}.")
-
-    return frozenset(marked(RunConfig, ""))
+    return frozenset(name for name, field in fields_of(RunConfig) if MayChange in field.metadata)
 
 
 def total_steps_may_change(config: RunConfig) -> bool:
@@ -96,10 +87,4 @@ def run_directory(config: RunConfig) -> Path:
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    if isinstance(value, Path):
-        return value.as_posix()
-    if isinstance(value, frozenset | set):
-        return sorted(value)
-    if isinstance(value, Mapping):
-        return dict(value)
     raise TypeError(f"a fingerprint of {type(value).__name__} ({value!r}) is not defined; pass plain values")

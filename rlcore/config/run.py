@@ -6,16 +6,15 @@ from fractions import Fraction
 from functools import cache
 from typing import Annotated, Literal, get_origin
 
-from pydantic import Field, field_validator
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from rlcore.config.algo import AlgoConfig, CriticConfig, OptimConfig
-from rlcore.config.base import Bound, EffectiveWhen, MayChange, Rule, Section, expand_home, keys_of, rule, value_at
+from rlcore.config.base import LOCAL_PATH, Bound, EffectiveWhen, MayChange, Rule, Section, keys_of, rule, value_at
 from rlcore.config.data import CountdownData, DataConfig, FilterConfig, PassRatesConfig
 from rlcore.config.model import ModelConfig, WarmStartConfig
-from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SandboxConfig, ValidationConfig
+from rlcore.config.rollout import ON_GPUS, EpisodeConfig, RewardConfig, RolloutConfig, SandboxConfig, ValidationConfig
 
-_ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")
 _UNDER_RAY = EffectiveWhen(".backend", "ray")
 _TRACKED = EffectiveWhen(".enabled")
 _PROFILED = EffectiveWhen(".first_step")
@@ -187,7 +186,7 @@ class RuntimeConfig(Section):
     """The number of workers, which are the ranks of data parallelism. On a GPU machine, each rank has one GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device of the workers. `auto` is CUDA if there is a GPU, otherwise the CPU."""
-    python: str | None = None
+    python: Annotated[str | None, LOCAL_PATH] = None
     """The Python interpreter of the trainer and its workers, such as `bin/python` of another environment. Null: the
     interpreter that runs the command."""
     threads_per_worker: int = Field(default=1, ge=1)
@@ -197,7 +196,7 @@ class RuntimeConfig(Section):
     """The address of a running Ray cluster. If null, a private cluster is started on this host."""
     placement_timeout_s: Annotated[float, _UNDER_RAY] = Field(default=60.0, gt=0)
     """The largest number of seconds to wait for the Ray cluster to grant the resources of the workers."""
-    fit_memory: Annotated[Literal["off", "check", "auto"], _ON_GPUS] = "check"
+    fit_memory: Annotated[Literal["off", "check", "auto"], ON_GPUS] = "check"
     """The use of the memory plan, which estimates a run's memory on a GPU. `off` only prints the plan. `check` refuses
     a run that does not fit on the GPU even with the smallest micro-batch. `auto` also chooses the fastest values that
     fit, for these settings: `rollout.memory_share`, `rollout.max_batched_tokens`, `rollout.sleep_level`,
@@ -219,7 +218,6 @@ class RuntimeConfig(Section):
     """The priority in the queue for slots, which limit how many ranks train at the same time (`millrace slots`). The
     run with the highest priority gets slots first. A run returns its slots at the end of a chunk if a run with a higher
     priority waits."""
-    _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
              lambda own, _: own.backend == "ray" or own.num_workers == 1, "Set runtime.backend=ray"),
@@ -229,10 +227,8 @@ class RuntimeConfig(Section):
 class PathsConfig(Section):
     """The folders to which Millrace writes."""
 
-    root: str = "artifacts"
+    root: Annotated[str, LOCAL_PATH] = "artifacts"
     """The folder of datasets, models, runs and the MLflow store, relative to the working directory. `~` is expanded."""
-
-    _expanded = field_validator("root")(expand_home)
 
 
 class TrackingConfig(Section):

@@ -62,7 +62,6 @@ Values = Annotated[
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
 ]
 """The values of one setting in a sweep: a list of values, or a range of numbers."""
-Space = dict[str, Values]
 
 
 class OptunaSearch(Section):
@@ -73,7 +72,7 @@ class OptunaSearch(Section):
     further points."""
     seed: int = Field(default=1, ge=0)
     """The seed of the search."""
-    space: Space = Field(min_length=1)
+    space: dict[str, Values] = Field(min_length=1)
     """The settings that vary, with their values."""
     startup_points: int = Field(default=10, ge=1)
     """The number of random points before TPE begins. If this number is `num_points` or more, all points are random."""
@@ -341,18 +340,17 @@ def _parse(content: Mapping[str, Any]) -> SweepSpec:
 
 def _form_problem(detail: ErrorDetails) -> Problem:
     loc = [str(part) for part in detail["loc"] if part not in (VALUES, RANGE)]
-    got, kind, key = detail["input"], detail["type"], ".".join(loc)
+    kind = detail["type"]
+    rule, remedy = "is missing" if kind == "missing" else rule_text(detail), "See docs/sweeps.md"
     if kind == "tuple_type" and VALUES in detail["loc"]:
-        return Problem(
-            key, "must be a list of values, or a range", format_value(got), "Write [1, 2] or {low: 1, high: 2}"
-        )
-    if kind == "extra_forbidden":
+        rule, remedy = "must be a list of values, or a range", "Write [1, 2] or {low: 1, high: 2}"
+    elif kind == "extra_forbidden":
         words = tuple(SweepSpec.model_fields) if len(loc) == 1 else _WORDS
-        remedy = f"{did_you_mean(loc[-1], words)}docs/sweeps.md lists the keys of a sweep"
-        return Problem(key, "a sweep has no such key", format_value(got), remedy)
-    return Problem(
-        key, "is missing" if kind == "missing" else rule_text(detail), format_value(got), "See docs/sweeps.md"
-    )
+        rule, remedy = (
+            "a sweep has no such key",
+            f"{did_you_mean(loc[-1], words)}docs/sweeps.md lists the keys of a sweep",
+        )
+    return Problem(".".join(loc), rule, format_value(detail["input"]), remedy)
 
 
 def _search_problems(spec: SweepSpec) -> Iterable[Problem]:

@@ -6,18 +6,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rlcore.config.base import sections_of
 from rlcore.config.compose import compose, load_config
 from rlcore.config.data import TASKS
-from rlcore.config.problems import Problem, did_you_mean, format_value, nearest, override_value, settings_error
+from rlcore.config.problems import did_you_mean, format_value, nearest, override_value
 from rlcore.config.run import all_keys, free_mappings, is_key, section_names
 from rlcore.errors import ConfigError
 
 KEYS = sorted(all_keys())
-
-
-def test_settings_error_numbers_problems():
-    first, second = Problem("a.b", "must be 1", "2", "Set it to 1"), Problem("c", "must be 3", "4", "Set it to 3")
-    assert str(settings_error([first])) == "a.b: must be 1; got 2. Set it to 1"
-    expected = ["2 problems in the settings:", "  2. c: must be 3; got 4. Set it to 3"]
-    assert str(settings_error([first, second])).splitlines()[::2] == expected
 
 
 def test_nearest_finds_key_without_one_letter():

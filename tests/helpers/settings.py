@@ -57,10 +57,6 @@ def settings(words: str, base: str = HELD) -> RunConfig:
     return RunConfig.model_validate(nested)
 
 
-def _parts(annotation: Any) -> tuple[Any, ...]:
-    return (annotation, *get_args(annotation))
-
-
 def other_value(key: str, value: Any) -> list[Any]:
     """Return other values of the key's type, some of which may be out of range."""
     annotation = all_keys()[key][0].annotation
@@ -68,7 +64,8 @@ def other_value(key: str, value: Any) -> list[Any]:
         return [LITERALS[key]]
     choices = [
         choice
-        for part in (each for field in all_keys()[key] for each in _parts(field.annotation))
+        for field in all_keys()[key]
+        for part in (field.annotation, *get_args(field.annotation))
         if get_origin(part) is Literal
         for choice in get_args(part)
     ]

@@ -6,7 +6,10 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,21 @@ from tests.storage.small_disk import fill
 NUMBERS = TypeAdapter(dict[str, list[int]])
 
 
+@contextmanager
+def limited(what: int, limit: int) -> Iterator[None]:
+    """Lower a limit of this process inside the block."""
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
+
+
+full_disk = partial(limited, resource.RLIMIT_FSIZE)
+"""Lets writes beyond a size of a file fail, as on a full disk."""
+
+
 def test_open_ordinary_refuses_other_kinds(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     before = num_open()
@@ -49,13 +67,8 @@ def test_files_of_an_unreadable_folder_raises(tmp_path: Path) -> None:
     assert files_of(tmp_path, "*.json") == [tmp_path / "a.json"]
     assert files_of(tmp_path / "absent", "*.json") == []
     assert num_open() <= before
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            files_of(tmp_path, "*.json")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(OSError, match="Too many open files"):
+        files_of(tmp_path, "*.json")
 
 
 @pytest.mark.parametrize(("size", "hashed"), [(None, 10), (0, 0), (4, 4), (10, 10), (11, 10)])
@@ -235,62 +248,36 @@ def test_threads_and_writers_never_mix_lines(path: Path):
     assert all(len(record.metrics) == 80 for record in contents.steps)
 
 
-LIMITED = """
-import resource, signal, sys
-from pathlib import Path
-from rlcore.errors import DiskSpaceError
-from rlcore.tracking.journal import Journal
-
-def limit(num_bytes=resource.RLIM_INFINITY):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write over the limit fails as on a full disk
-journal = Journal(Path(sys.argv[1]))
-journal.append_step(1, {"a": 1.0})
-"""
-FULL_DISK = """
-limit(journal.size_bytes + 20)  # room for half of the next line
-journal.append_step(2, {"a": 2.0})
-assert b'"step":2' not in Path(sys.argv[1]).read_bytes(), "half a line is on disk"
-try:
-    journal.sync()
-except DiskSpaceError as error:
-    print(error)
-    assert error.needed_bytes == int(str(error).partition("metrics.jsonl: ")[2].split()[0])
-limit()
-journal.append_step(3, {"a": 3.0})
-assert journal.sync() == Path(sys.argv[1]).stat().st_size
-"""
-
-
-TRUNCATED = """
-saved = journal.sync()
-limit(saved)
-journal.append_step(2, {"a": 2.0, "of the abandoned steps": 2.0})
-assert journal.truncate(saved) is None
-limit()
-journal.append_step(2, {"a": 3.0})
-kept = journal.sync()
-journal.append_step(3, {"a": 4.0})
-limit(journal.sync())
-journal.append_step(4, {"a": 4.0})
-assert journal.truncate(kept) is not None
-limit()
-journal.append_step(3, {"a": 5.0})  # its time may have a digit more
-"""
-
-
 def test_truncate_drops_pending_lines(path: Path):
-    subprocess.run([sys.executable, "-c", LIMITED + TRUNCATED, str(path)], check=True)
+    with Journal(path) as journal:
+        journal.append_step(1, {"a": 1.0})
+        saved = journal.sync()
+        with full_disk(saved):
+            journal.append_step(2, {"a": 2.0, "of the abandoned steps": 2.0})
+            assert journal.truncate(saved) is None
+        journal.append_step(2, {"a": 3.0})
+        kept = journal.sync()
+        journal.append_step(3, {"a": 4.0})
+        with full_disk(journal.sync()):
+            journal.append_step(4, {"a": 4.0})
+            assert journal.truncate(kept) is not None
+        journal.append_step(3, {"a": 5.0})
     assert [record.metrics for record in read_journal(path)] == [{"a": 1.0}, {"a": 3.0}, {"a": 5.0}]
 
 
 def test_full_disk_loses_no_value(path: Path):
-    done = subprocess.run([sys.executable, "-c", LIMITED + FULL_DISK, str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    with Journal(path) as journal:
+        journal.append_step(1, {"a": 1.0})
+        with full_disk(journal.size_bytes + 20):  # room for half of the next line
+            journal.append_step(2, {"a": 2.0})
+            assert b'"step":2' not in path.read_bytes(), "half a line is on disk"
+            with pytest.raises(DiskSpaceError, match="make room") as failed:
+                journal.sync()
+        journal.append_step(3, {"a": 3.0})
+        assert journal.sync() == path.stat().st_size
     second = path.read_bytes().splitlines(keepends=True)[1]
-    assert f"{path}: {len(second)} bytes could not be written" in done.stdout
-    assert "make room" in done.stdout
+    assert str(failed.value).startswith(f"{path}: {len(second)} bytes could not be written")
+    assert failed.value.needed_bytes == len(second)
     assert [record.step for record in read_journal(path)] == [1, 2, 3]
 
 

@@ -32,10 +32,12 @@ from rlcore.storage.locks import (
 from tests.helpers.published import num_open
 from tests.storage.small_disk import fill, mounted
 
-HOLD = """
-import sys
+IMPORTS = """
+import os, signal, sys
 from pathlib import Path
 from rlcore.storage.locks import RunLock
+"""
+HOLD = """
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.readline()
@@ -43,9 +45,6 @@ with RunLock(Path(sys.argv[1])):
 
 # Takes the lock, forks a child that lives on, and dies without letting go.
 FORK_AND_DIE = """
-import os, signal, sys, time
-from pathlib import Path
-from rlcore.storage.locks import RunLock
 RunLock(Path(sys.argv[1])).__enter__()
 child = os.fork()
 if child == 0:
@@ -57,21 +56,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 # Counts in a file under the lock: a lost update shows as a number too small.
 COUNT = """
-import sys
-from pathlib import Path
-from rlcore.storage.locks import RunLock
-run, counter = Path(sys.argv[1]), Path(sys.argv[2])
+counter = Path(sys.argv[1], "counter")
 for _ in range(25):
-    with RunLock(run, wait_s=60):
+    with RunLock(counter.parent, wait_s=60):
         counter.write_text(str(int(counter.read_text()) + 1))
 """
 
 
+def start(script: str, run_dir: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", IMPORTS + script, str(run_dir)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 @contextmanager
 def holder(run_dir: Path) -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with start(HOLD, run_dir) as process:
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
@@ -115,9 +114,7 @@ def test_waiting_takes_a_freed_lock(tmp_path):
 
 
 def test_forked_child_does_not_keep_the_lock(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", FORK_AND_DIE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with start(FORK_AND_DIE, tmp_path) as process:
         child = int(process.stdout.readline())
         process.wait()
         os.kill(child, 0)  # lives
@@ -128,8 +125,9 @@ def test_forked_child_does_not_keep_the_lock(tmp_path):
 def test_contention_loses_no_update(tmp_path):
     counter = tmp_path / "counter"
     counter.write_text("0")
-    writers = [subprocess.Popen([sys.executable, "-c", COUNT, str(tmp_path / "run"), str(counter)]) for _ in range(3)]
-    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    with start(COUNT, tmp_path) as first, start(COUNT, tmp_path) as second, start(COUNT, tmp_path) as third:
+        pass
+    assert [writer.returncode for writer in (first, second, third)] == [0, 0, 0]
     assert counter.read_text() == "75"
 
 
