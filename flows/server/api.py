@@ -103,7 +103,7 @@ class LocalServer:
         except OSError as error:
             raise MillraceError(
                 f"The Prefect server of this command does not start ({error}). `millrace train` does the same training "
-                f"without Prefect. {log_tail(str(self._log))}"
+                f"without Prefect. {log_tail(self._log)}"
             ) from error
         finally:
             self._start.__exit__(None, None, None)

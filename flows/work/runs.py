@@ -278,20 +278,6 @@ def read_settings(folder: Path) -> RunConfig:
     return origin.settings
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A comparison of runs, with its files and its conclusions (`statements`). `mlflow_page` and `mlflow_table` are the
-    URLs of MLflow's comparison page and table of runs. Both are '' if MLflow cannot compare the runs.
-    """
-
-    runs: tuple[Path, ...]
-    html: Path
-    json: Path
-    mlflow_page: str
-    mlflow_table: str
-    statements: tuple[str, ...]
-
-
 def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
     """Return the folders of the named runs and of the runs that a search in MLflow returns. Raises DataError if no run
     is found or if a run is not on this machine. Raises TrackingError if MLflow rejects the search.
@@ -312,41 +298,40 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
     return list(dict.fromkeys(folders))
 
 
-def compare(folders: Sequence[Path], root: Path) -> Comparison:
+def compare(folders: Sequence[Path], root: Path) -> "tuple[ReportFiles, list[str]]":
     """Compare two or more runs. Write the comparison as HTML and JSON files under `<root>/comparisons`, and upload the
-    files to each run in MLflow."""
+    files to each run in MLflow. Return the files, and the URLs of MLflow's comparison page and table of runs, or no URL
+    if MLflow cannot compare the runs."""
     from rlcore.report.build import compare_runs
 
     root = root.resolve()
     files = compare_runs(folders, root=root)
-    statements = tuple(f"{found.topic}: {found.statement}" for found in files.findings)
-    pages = _upload(folders, files, root)
-    return Comparison(tuple(folders), files.html, files.json, *pages, statements)
+    return files, _upload(folders, files, root)
 
 
-def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> tuple[str, str]:
-    """Upload the files of a comparison to each run in MLflow. Return the URLs `mlflow_page` and `mlflow_table`.
+def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> list[str]:
+    """Upload the files of a comparison to each run in MLflow, and return the URLs for `compare`.
 
-    If the upload fails, the error is logged and both URLs are ''.
+    If the upload fails, the error is logged.
     """
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
     if not known or not all(config.tracking.enabled for config in configs):
-        return "", ""
+        return []
     stores = [MlflowStore(config.tracking, root) for config in configs]
     for (folder, _), config, store in zip(known, configs, stores, strict=True):
         if not has_store(store.uri) or (config.tracking.uri is None and folder.resolve().parents[1] != root):
             log.warning("The comparison is not uploaded to MLflow: %s is not in the MLflow store of %s", folder, root)
-            return "", ""
+            return []
     try:
         for store, (_, run_id) in zip(stores, known, strict=True):
             for file in (files.html, files.json):
                 store.client.log_artifact(run_id, str(file), f"{FOLDER}/{files.html.parent.name}")
         if len(known) > 1 and len({store.uri for store in stores}) == 1:
-            return compare_url(stores[0], [run_id for _, run_id in known]), stores[0].runs_url()
+            return [compare_url(stores[0], [run_id for _, run_id in known]), stores[0].runs_url()]
     except Exception as error:
         log.warning("The comparison is not uploaded to MLflow: %s", explain_error(error, stores[0].uri))
-    return "", ""
+    return []
 
 
 def _mlflow_run(folder: Path) -> str | None:

@@ -172,20 +172,20 @@ def test_a_comparison_is_written_without_mlflow(tmp_path, caplog):
         write_run(folder, experiment="debug", seed=seed, num_steps=2, num_problems=4)
         (folder / STATE_FILE).write_text('{"format_version": 2, "mlflow_run_id": "1"}')
     for root in (here, there):
-        found = compare(folders, root)
+        found, _ = compare(folders, root)
         assert {found.html.parents[1], found.json.parents[1]} == {root / "comparisons"}
         said = f"The comparison is not uploaded to MLflow: {folders[0]} is not in the MLflow store of {root}"
         assert caplog.messages == [said]
         assert not (root / "mlflow.db").exists()
         caplog.clear()
     (here / "mlflow.db").touch()
-    assert compare(folders, here).mlflow_page == ""
+    assert compare(folders, here)[1] == []
     assert caplog.messages[-1].endswith(f"is not in the MLflow store of {here}")
     more = ("tracking.uri=oddsql://host/runs",)
     for seed, folder in enumerate(folders, start=1):
         write_run(folder, experiment="debug", overrides=more, seed=seed, num_steps=2, num_problems=4)
     (folders[1] / STATE_FILE).unlink()
-    assert compare(folders, tmp_path).html.is_file()
+    assert compare(folders, tmp_path)[0].html.is_file()
     assert "The comparison is not uploaded to MLflow: tracking.uri oddsql://host/runs: " in caplog.text
 
 

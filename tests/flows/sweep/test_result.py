@@ -1,7 +1,6 @@
 """Results of a sweep: best settings, comparison, MLflow run."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,11 @@ from flows.sweep import result
 from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy, members_of
 from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
-from tests.helpers.mlflow import Server, running_server
+from tests.helpers.mlflow import server as server
 from tests.helpers.reports import write_run
 
 pytestmark = [pytest.mark.slow]
 RATES = "grid: {optim.lr: [1e-4, 2e-4, 3e-4]}\n"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
-    with running_server(tmp_path_factory.mktemp("server"), empty_store) as server:
-        yield server
 
 
 def load(root: Path, *overrides: str, text: str = RATES) -> Sweep:
