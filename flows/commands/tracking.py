@@ -268,10 +268,17 @@ def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
     from flows.work import runs as several
 
     root = root.resolve()
-    folders = several.find_named_runs(runs, root) if runs else several.all_runs(root)
-    outcomes = [several.sync(folder, uri) for folder in folders]
-    print("\n".join(map(str, outcomes)) or f"no runs under {root / 'runs'}")
-    if not all(outcome.ok for outcome in outcomes):
+    folders = [several.find_folder(run, root) for run in runs] if runs else several.all_runs(root)
+    if not folders:
+        print(f"no runs under {root / 'runs'}")
+    has_failed = False
+    for folder in folders:
+        try:
+            text = several.sync(folder, uri)
+        except (MillraceError, OSError) as error:
+            text, has_failed = str(error), True
+        print(f"{folder.name}: {text}")
+    if has_failed:
         sys.exit(1)
 
 

@@ -213,13 +213,9 @@ def all_runs(root: Path) -> list[Path]:
     return sorted(file.parent for file in files_of(root / "runs", f"*/{RUN_FILE}"))
 
 
-def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the folders of the runs with these paths, ids or id prefixes. Raises NotFoundError if a name does not
-    match exactly one run."""
-    return [_find_folder(name, root) for name in names]
-
-
-def _find_folder(name: str, root: Path) -> Path:
+def find_folder(name: str, root: Path) -> Path:
+    """Return the folder of the run with this path, id or prefix of an id. Raises NotFoundError if `name` does not match
+    exactly one run."""
     for folder in (Path(name), root / "runs" / name):
         if (folder / RUN_FILE).is_file():
             return folder.resolve()
@@ -249,7 +245,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
             f"RUN: must be one run, by its folder or id, or its settings, each KEY=VALUE; got {' '.join(words)}"
         )
     if named:
-        folder = _find_folder(words[0], root or Path(PathsConfig().root))
+        folder = find_folder(words[0], root or Path(PathsConfig().root))
         config = read_settings(folder)
         layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may be a copy
     else:
@@ -282,7 +278,7 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
     """Return the folders of the named runs and of the runs that a search in MLflow returns. Raises DataError if no run
     is found or if a run is not on this machine. Raises TrackingError if MLflow rejects the search.
     """
-    folders = find_named_runs(names, root)
+    folders = [find_folder(name, root) for name in names]
     if search:
         store = MlflowStore(tracking, root)
         if not has_store(store.uri):
@@ -294,7 +290,7 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
             raise DataError(
                 f"--search {search!r}: finds no run in experiment {tracking.experiment}; check the spelling"
             )
-        folders += find_named_runs(found, root)
+        folders += [find_folder(name, root) for name in found]
     return list(dict.fromkeys(folders))
 
 
@@ -342,35 +338,21 @@ def _mlflow_run(folder: Path) -> str | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of an operation on a run: a message (`text`), and whether the operation succeeded (`ok`)."""
-
-    run: str
-    text: str
-    ok: bool
-
-    def __str__(self) -> str:
-        return f"{self.run}: {self.text}"
-
-
-def sync(folder: Path, uri: str | None) -> Outcome:
-    """Upload the metrics in a run's journal that MLflow does not have yet. `uri` is the address of the MLflow store, or
-    None for the run's own store."""
+def sync(folder: Path, uri: str | None) -> str:
+    """Upload the metrics in a run's journal that MLflow does not have yet, and return a text with the result. `uri` is
+    the address of the MLflow store, or None for the run's own store. Raises MillraceError or OSError if this fails."""
+    if not (attempts := read_attempts(folder)):
+        return "has not begun"
+    begun_with = attempts[-1][0].destination
+    uri = uri or _store_of_root(folder, begun_with)
+    set_mlflow_login(uri or begun_with.uri, folder.parents[1])
     try:
-        if not (attempts := read_attempts(folder)):
-            return Outcome(folder.name, "has not begun", ok=True)
-        begun_with = attempts[-1][0].destination
-        uri = uri or _store_of_root(folder, begun_with)
-        set_mlflow_login(uri or begun_with.uri, folder.parents[1])
         result = sync_run(folder, uri)
     except RunInUseError:
-        return Outcome(folder.name, "is being delivered by another process", ok=True)
-    except (MillraceError, OSError) as error:
-        return Outcome(folder.name, str(error), ok=False)
+        return "is being delivered by another process"
     status = "is running" if result.status is None else f"is {result.status}"
     news = f"{result.num_bytes:,} bytes of the journal delivered" if result.num_bytes else "nothing was missing"
-    return Outcome(folder.name, f"{news}; the run {status} (MLflow run {result.mlflow_run_id})", ok=True)
+    return f"{news}; the run {status} (MLflow run {result.mlflow_run_id})"
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:

@@ -313,12 +313,10 @@ class _Child:
             )
         reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         text = f"the trainer process has ended ({reason}). {log_tail(self.log.path, hints={})}"
+        error: MillraceError = WorkerLostError(text)
         # The kernel counts the processes that it kills because of memory.
         if code == -signal.SIGKILL and num_oom_kills() > self._oom_kills:
-            return self._record_failure(HostMemoryError(f"the kernel killed a process because of memory: {text}"))
-        return self._record_failure(WorkerLostError(text))
-
-    def _record_failure(self, error: MillraceError) -> MillraceError:
+            error = HostMemoryError(f"the kernel killed a process because of memory: {text}")
         append_failure(self.log.path.parent.parent, failure_from(error, "", self._last_step))
         return error
 

@@ -20,10 +20,10 @@ STARTER = """
 import sys, time
 from pathlib import Path
 from flows.server.api import start_prefect
-api = start_prefect(Path(sys.argv[1]))
-assert start_prefect(Path(sys.argv[1])) == api, "one server for a process"
-api.server.wait()
-print(api.url, flush=True)
+server = start_prefect(Path(sys.argv[1]))
+assert start_prefect(Path(sys.argv[1])) is server, "one server for a process"
+server.wait()
+print(server.url, flush=True)
 time.sleep(600)
 """
 
