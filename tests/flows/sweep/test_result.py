@@ -42,8 +42,8 @@ def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
     return study
 
 
-def written(sweep: Sweep, study: SweepStudy, mlflow_run: str | None = None) -> result.SweepResult:
-    return result.write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), mlflow_run)
+def written(sweep: Sweep, study: SweepStudy) -> result.SweepResult:
+    return result.write_result(sweep, study.points(), BudgetTracker(study, "call").read())
 
 
 def test_summary_counts_points_and_names_the_best(tmp_path):
@@ -85,8 +85,8 @@ def test_mlflow_run_has_scores_files_and_description(server, tmp_path, capsys):
     study = with_scores(sweep, 0.1, 0.2, 0.3)
     with disable_run_logger(), use_display(display_for_console()):
         own = result.start_mlflow_run(sweep)
-        done = written(sweep, study, own)
-        result.finish_mlflow_run(sweep, done, result.describe_sweep(sweep, done))
+        done = written(sweep, study)
+        result.finish_mlflow_run(sweep, own, done, result.describe_sweep(sweep, done))
     run = store.client.get_run(own)
     assert run.info.status == "FINISHED"
     assert f"in MLflow: {server.uri}/#/" in capsys.readouterr().out

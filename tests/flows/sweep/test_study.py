@@ -218,17 +218,17 @@ def test_values_follow_the_step_of_the_range(open_study):
 )
 def test_budget_ends_by_first_exhausted_limit(load, budget, begun, message):
     sweep = load(GRID, budget=budget)
-    mine, child = (BudgetTracker(SweepStudy(sweep), sweep, "call") for _ in range(2))  # two processes of one call
+    mine, child = (BudgetTracker(SweepStudy(sweep), "call") for _ in range(2))  # two processes of one call
     runs = zip((mine, child) * 2, ("one", "two", "two", "three"), strict=True)
     assert [spending.reserve(run, 10) for spending, run in runs] == begun
     assert mine.read() == child.read()
     assert (mine.read()["ended_by"], mine.read()["steps"]) == (message, 10 * sum(begun))
-    assert BudgetTracker(SweepStudy(sweep), sweep, "another call").read()["runs"] == []
+    assert BudgetTracker(SweepStudy(sweep), "another call").read()["runs"] == []
 
 
 def test_refunded_steps_may_be_reserved(load):
     sweep = load(GRID, budget=Budget(steps=10))
-    spending = BudgetTracker(SweepStudy(sweep), sweep, "call")
+    spending = BudgetTracker(SweepStudy(sweep), "call")
     assert spending.reserve("one", 10)
     assert spending.estimate_s(30, unfinished=10) is None
     ten, twenty = spending.estimate_s(10), spending.estimate_s(20, unfinished=5)
