@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from html import escape
@@ -208,23 +207,16 @@ def test_size_of_folder(tmp_path):
     assert runs.size_of(tmp_path / "run") == 15 + link.lstat().st_size
 
 
-Made = Callable[..., RunLayout]
+def make_run(root: Path, run_id: str) -> Path:
+    config = load_config([f"paths.root={root}", f"run_id={run_id}"], experiment="debug")
+    layout = RunLayout.of(config)
+    layout.run_dir.mkdir(parents=True)
+    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
+    return layout.run_dir
 
 
-@pytest.fixture
-def make_run(tmp_path: Path) -> Made:
-    def make(run_id: str, *overrides: str) -> RunLayout:
-        config = load_config([f"paths.root={tmp_path}", f"run_id={run_id}", *overrides], experiment="debug")
-        layout = RunLayout.of(config)
-        layout.run_dir.mkdir(parents=True)
-        Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
-        return layout
-
-    return make
-
-
-def test_run_is_named_by_folder_id_or_prefix(make_run, tmp_path):
-    one, two, long = (make_run(name).run_dir for name in ("sum-1", "sum-2", "sum-10"))
+def test_run_is_named_by_folder_id_or_prefix(tmp_path):
+    one, two, long = (make_run(tmp_path, name) for name in ("sum-1", "sum-2", "sum-10"))
     (tmp_path / "runs" / "empty").mkdir()
     assert runs.all_runs(tmp_path) == [one, long, two]
     found = [find_folder(name, tmp_path) for name in (str(one), "sum-1", "sum-10", "sum-2")]
@@ -254,25 +246,25 @@ def test_run_is_named_by_folder_id_or_prefix(make_run, tmp_path):
             find_folder("other", root)
 
 
-def test_run_is_found_by_name_or_settings(make_run, tmp_path):
-    layout = make_run("sum-1")
-    for words in (["sum-1"], [str(layout.run_dir)], ["experiment=debug", "run_id=sum-1"]):
+def test_run_is_found_by_name_or_settings(tmp_path):
+    run_dir = make_run(tmp_path, "sum-1")
+    for words in (["sum-1"], [str(run_dir)], ["experiment=debug", "run_id=sum-1"]):
         config, found = find_run(words, tmp_path)
-        assert (config.run_id, found.run_dir, found.root) == ("sum-1", layout.run_dir, tmp_path)
+        assert (config.run_id, found.run_dir, found.root) == ("sum-1", run_dir, tmp_path)
     for words in (["sum-1", "sum-2"], ["experiment=debug", "sum-1"]):
         with pytest.raises(ConfigError, match=f"^RUN: must be one run, .*; got {' '.join(words)}$"):
             find_run(words, tmp_path)
     with pytest.raises(DataError, match=r"runs/sum-3: there is no such run with these settings"):
         find_run(["experiment=debug", "run_id=sum-3"], tmp_path)
-    odd = shutil.copytree(layout.run_dir, tmp_path / "runs" / "seed=1")
+    odd = shutil.copytree(run_dir, tmp_path / "runs" / "seed=1")
     assert find_run([str(odd)], None)[1].run_dir == odd
 
 
-def test_root_without_store(make_run, tmp_path):
+def test_root_without_store(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    make_run("sum-1")
+    run_dir = make_run(tmp_path, "sum-1")
     message = f"--search 'x': there is no MLflow store ({uri}) to search; name another --root"
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         runs.find_runs([], "x", tmp_path, TrackingConfig())
-    assert runs.find_runs(["sum-1", "sum-1"], "", tmp_path, TrackingConfig()) == [tmp_path / "runs" / "sum-1"]
+    assert runs.find_runs(["sum-1", "sum-1"], "", tmp_path, TrackingConfig()) == [run_dir]
     assert not (tmp_path / "mlflow.db").exists()
