@@ -132,7 +132,7 @@ def finished_result(run: OpenRun) -> PipelineResult | None:
     if last is None or best is None or report is None or None in validations:
         return None
     recorded = MlflowContents.read(run.layout)
-    if run.config.tracking.enabled and not recorded.is_complete(run.config, run.layout, last, best):
+    if run.config.tracking.enabled and not recorded.is_complete(run, last, best):
         return None
     known = [one for one in validations if one is not None]
     return PipelineResult(run.run_id, run.layout.run_dir, last.step, known, report.html, last.directory, recorded)

@@ -1,5 +1,6 @@
 """The commands that run stages: `millrace run`, `sft`, `train`, `validate`, `data make`, `data pass-rates`."""
 
+import os
 from collections.abc import Sequence
 from functools import wraps
 from pathlib import Path
@@ -35,7 +36,7 @@ from rlcore.errors import ConfigError
 if TYPE_CHECKING:
     from flows.chain import PipelineResult
     from flows.parameters import RunSettings
-    from flows.server.api import PrefectApi
+    from flows.server.api import LocalServer
     from flows.work.plan import RunPlan
     from rlcore.config import RunConfig
 
@@ -87,18 +88,18 @@ def run(
     config = composed.config
     if plan.is_done and (known := chain.finished_result(OpenRun(config))) is not None:  # no server
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
-        print("\n".join(summary_lines(config, known, None)), flush=True)
+        print("\n".join(summary_lines(config, known)), flush=True)
         return
     check_before_start(config, plan)
     if plan.memory is not None and plan.memory.usable_bytes is not None and not plan.is_done:
         show_memory(plan.memory)
-    api = start_prefect(Path(config.paths.root), verbose=verbose)
+    server = start_prefect(Path(config.paths.root), verbose=verbose)
     print(f"run {plan.run_id} in {plan.run_dir}", flush=True)
     from flows.pipeline import run_checked  # imports Prefect while the server starts
 
-    with command_flow(api, verbose=verbose):
+    with command_flow(server, verbose=verbose):
         result = run_checked(composed)
-    print("\n".join(summary_lines(config, result, api)), flush=True)
+    print("\n".join(summary_lines(config, result, os.environ["PREFECT_API_URL"].rstrip("/"), server)), flush=True)
 
 
 @wraps(run, assigned=("__module__", "__annotations__"))
@@ -300,8 +301,13 @@ def pass_rates(
         chain.run_stages(run, chain.run_on_console, PassRates.name)
 
 
-def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectApi | None") -> list[str]:
-    """Return the last output lines of `millrace run`. `api` (the Prefect server) is None if no stage had to run."""
+def summary_lines(
+    config: "RunConfig", result: "PipelineResult", prefect_url: str = "", server: "LocalServer | None" = None
+) -> list[str]:
+    """Return the last output lines of `millrace run`.
+
+    `prefect_url` is '' if no stage had to run. `server` is the Prefect server, if this command has started one.
+    """
     root = result.run_dir.parents[1]
     lines = ["", f"{result.run_id}: {result.outcome(config) if config.is_supervised else f'{result.steps} steps'}"]
     lines += [f"  {one.headline()}" for one in result.validations]
@@ -310,15 +316,15 @@ def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectAp
         lines.append(f"  MLflow   {with_program_path(f'millrace ui --root {quote(str(root))}')}")
     elif result.mlflow.url:
         lines.append(f"  MLflow   {result.mlflow.url}")
-    if api is None:
+    if not prefect_url:
         return lines
-    if api.server is None:
-        return [*lines, f"  Prefect  {api.url.removesuffix('/api')}"]
-    if api.server.home == root / "prefect":
+    if server is None:
+        return [*lines, f"  Prefect  {prefect_url.removesuffix('/api')}"]
+    if server.home == root / "prefect":
         from flows.stack.state import read_stack
 
         if (started := read_stack(root).running_service("prefect")) is not None:  # since the run's start
             return [*lines, f"  Prefect  {started.url}"]
         return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))}')}"]
-    server = with_program_path("prefect server start")
-    return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.server.home))} {server}"]
+    command = with_program_path("prefect server start")
+    return [*lines, f"  Prefect  PREFECT_HOME={quote(str(server.home))} {command}"]

@@ -170,15 +170,15 @@ def deploy(
     sys.path[:] = [path for path in sys.path if path != str(Path.cwd()) or path == str(SOURCE_FOLDER)]
     os.chdir(SOURCE_FOLDER)
     composed = compose_settings(overrides, experiment, root=at)
-    api = running_prefect(at)
-    if api is None:
+    url = running_prefect(at)
+    if url is None:
         raise MillraceError(
             f"no Prefect server is up under {at}, and a deployment needs one. `millrace up --root {quote(str(at))}` "
             "starts it, with the worker that runs the deployment."
         )
-    if read_stack(at).prefect_api_url != api.url:
+    if read_stack(at).prefect_api_url != url:
         raise MillraceError(
-            f"PREFECT_API_URL: {api.url} is not the server of the stack under {at}, whose workers would run the "
+            f"PREFECT_API_URL: {url} is not the server of the stack under {at}, whose workers would run the "
             "deployment. Unset it, or name that stack's workspace by --root."
         )
     from flows.stack.deploy import FLOW, apply_user_deployment, schedule_of  # imports Prefect with this address
@@ -188,7 +188,7 @@ def deploy(
     deployment = f"{FLOW}/{name or composed.config.name}"
     deployment_id = apply_user_deployment(composed, deployment, schedule)
     when = f", {cron} ({timezone})" if cron else ""
-    page = f"{api.url.removesuffix('/api')}/deployments/deployment/{deployment_id}"
+    page = f"{url.removesuffix('/api')}/deployments/deployment/{deployment_id}"
     print(f"deployment {deployment}{when}, workspace {at}: {page}")
     print(with_program_path(f"prefect deployment run {quote(deployment)} --watch"))
     if own := os.environ.get(CONFIG_DIR_VARIABLE):

@@ -94,12 +94,13 @@ def compare(
 
     root = root.resolve()
     tracking = with_stack_store(TrackingConfig(uri=uri, experiment=experiment), root)
-    comparison = compare_runs(find_runs(runs or (), search, root, tracking), root)
-    print(f"{len(comparison.runs)} runs: {', '.join(folder.name for folder in comparison.runs)}\n")
-    print("\n".join(comparison.statements))
-    print(f"\n  HTML      {comparison.html}\n  JSON      {comparison.json}")
-    if comparison.mlflow_page:
-        page, table = reachable_urls(root, comparison.mlflow_page, comparison.mlflow_table)
+    folders = find_runs(runs or (), search, root, tracking)
+    files, urls = compare_runs(folders, root)
+    print(f"{len(folders)} runs: {', '.join(folder.name for folder in folders)}\n")
+    print("\n".join(f"{found.topic}: {found.statement}" for found in files.findings))
+    print(f"\n  HTML      {files.html}\n  JSON      {files.json}")
+    if urls:
+        page, table = reachable_urls(root, *urls)
         print(f"  MLflow    {page}\n  Table     {table}")
 
 
@@ -267,10 +268,17 @@ def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
     from flows.work import runs as several
 
     root = root.resolve()
-    folders = several.find_named_runs(runs, root) if runs else several.all_runs(root)
-    outcomes = [several.sync(folder, uri) for folder in folders]
-    print("\n".join(map(str, outcomes)) or f"no runs under {root / 'runs'}")
-    if not all(outcome.ok for outcome in outcomes):
+    folders = [several.find_folder(run, root) for run in runs] if runs else several.all_runs(root)
+    if not folders:
+        print(f"no runs under {root / 'runs'}")
+    has_failed = False
+    for folder in folders:
+        try:
+            text = several.sync(folder, uri)
+        except (MillraceError, OSError) as error:
+            text, has_failed = str(error), True
+        print(f"{folder.name}: {text}")
+    if has_failed:
         sys.exit(1)
 
 

@@ -15,7 +15,6 @@ import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
 from importlib.metadata import version
@@ -103,7 +102,7 @@ class LocalServer:
         except OSError as error:
             raise MillraceError(
                 f"The Prefect server of this command does not start ({error}). `millrace train` does the same training "
-                f"without Prefect. {log_tail(str(self._log))}"
+                f"without Prefect. {log_tail(self._log)}"
             ) from error
         finally:
             self._start.__exit__(None, None, None)
@@ -118,19 +117,12 @@ class LocalServer:
             self._process.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefectApi:
-    """The address of a Prefect server. `server` is set only if this process has started the server and will stop it."""
-
-    url: str
-    server: LocalServer | None = None
+_own: LocalServer | None = None  # the server that this process has started
 
 
-_own: PrefectApi | None = None  # the server that this process has started
-
-
-def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
-    """Return a command's Prefect server: a running one, or one that this call starts but does not wait for.
+def start_prefect(root: Path, *, verbose: bool = False) -> LocalServer | None:
+    """Choose a command's Prefect server: a running one, or one that this process starts but does not wait for. Return
+    the latter, otherwise None.
 
     Prefect's environment variables are set. With `verbose`, Prefect's log lines of level INFO are also shown.
     """
@@ -138,30 +130,28 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
         os.environ.setdefault(name, value)
     if verbose:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
-    if (known := running_prefect(root)) is not None:
-        return known
     global _own
-    server = LocalServer(Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / "prefect"))))
-    os.environ |= server.environment
-    _own = PrefectApi(server.url, server)
+    if (url := running_prefect(root)) is not None:
+        return _own if _own is not None and _own.url == url else None
+    _own = LocalServer(Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / "prefect"))))
+    os.environ |= _own.environment
     return _own
 
 
-def running_prefect(root: Path) -> PrefectApi | None:
-    """Return the server of `PREFECT_API_URL`, else the running server recorded in the workspace, else None. Set the
+def running_prefect(root: Path) -> str | None:
+    """Return `PREFECT_API_URL`, else the URL of the running server recorded in the workspace, else None. Set the
     recorded server's URL and login in `os.environ`. Raises MillraceError if `PREFECT_API_URL` cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
-    if _own is not None and _own.url == url:
-        return _own
     if url:
-        _require_prefect(url)
-        return PrefectApi(url)
+        if _own is None or _own.url != url:
+            _require_prefect(url)
+        return url
     stack = read_stack(root)
     if stack.running_service("prefect") is None or not is_reachable(stack.prefect_api_url):
         return None
     os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: root_login(root.resolve())}
-    return PrefectApi(stack.prefect_api_url)
+    return stack.prefect_api_url
 
 
 def is_reachable(url: str) -> bool:
@@ -212,15 +202,15 @@ def _get(url: str, timeout_s: float) -> bytes:
 
 
 @contextmanager
-def command_flow(api: PrefectApi, *, verbose: bool) -> Iterator[None]:
-    """Wait until the server is up, and show the progress of the flow that the block runs.
+def command_flow(server: LocalServer | None, *, verbose: bool) -> Iterator[None]:
+    """Wait until the server of `start_prefect` is up, and show the progress of the flow that the block runs.
 
     Raises StopRequestedError if the flow run is stopped.
     """
     from flows.progress import display_for_console, use_display
 
-    if api.server is not None:
-        api.server.wait()
+    if server is not None:
+        server.wait()
     from prefect.exceptions import TerminationSignal
 
     from flows.server.watch import FlowCancelledError

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,8 @@ def python_path(*more: str) -> str:
     return os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"), *more)))
 
 
-NUM_LAST_LINES = 15
+MAX_TAIL_BYTES = 1 << 20  # longest end of a log that `log_tail` reads
+NUM_LAST_LINES = 20
 HINTS = {
     "Can't locate revision": "Its database was written by a newer version of it: install that version, or name "
     "another database.",
@@ -74,12 +76,23 @@ HINTS = {
 """Remedies for known errors of servers. Each key is a part of the error's message in a log."""
 
 
-def log_tail(log: str) -> str:
-    """Return the last lines of a log file. If they contain known errors, the remedies for these errors come first."""
-    text = Path(log).read_text(errors="replace")
-    hints = [hint for words, hint in HINTS.items() if words in text[-4_000:]]
-    lines = [f"    {line}" for line in text.splitlines()[-NUM_LAST_LINES:]]
-    return "\n".join([" ".join([*hints, f"The end of {log}:"]), *lines])
+def log_tail(log: str | Path, hints: Mapping[str, str] = HINTS) -> str:
+    """Return the last lines of a log file that are not empty. A deleted file has no lines.
+
+    If the log's end contains known errors, which are the keys of `hints`, their remedies come first.
+    """
+    content = b""
+    with suppress(FileNotFoundError), Path(log).open("rb") as file:
+        file.seek(max(0, Path(log).stat().st_size - MAX_TAIL_BYTES))
+        content = file.read()
+    found = [hint for words, hint in hints.items() if words.encode() in content[-4_000:]]
+    lines = [f"    {text}" for line in content.split(b"\n") if (text := line_text(line)).strip()]
+    return "\n".join([" ".join([*found, f"The end of {log}:"]), *lines[-NUM_LAST_LINES:]])
+
+
+def line_text(line: bytes) -> str:
+    """Return a line of a log as text. Of a progress bar, only the last state is returned."""
+    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
 def main() -> None:

@@ -166,7 +166,7 @@ def _start(
     try:
         born = start_time_of(psutil.Process(process.pid))
     except psutil.NoSuchProcess:
-        raise MillraceError(f"{name} has ended instead of starting. {log_tail(str(log))}") from None
+        raise MillraceError(f"{name} has ended instead of starting. {log_tail(log)}") from None
     release = version(name) if name in ("prefect", "mlflow") else ""
     return Service(name, process.pid, born, port, url, ready_url, str(log), release)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from flows.work.open_run import OpenRun
-from flows.work.trainer import interpreter_of, trainer_variables
+from flows.work.trainer import trainer_variables
 from rlcore import sandbox
 from rlcore.config import CountdownData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, has_default_scorer, parts_of
@@ -19,6 +19,7 @@ from rlcore.rollout.environment import PLAY, Episode, is_repeatable, resolve_env
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import weights_problem
 from rlcore.rollout.tools import tool_schemas
+from rlcore.runtime.interpreter import trainer_process
 from rlcore.score import Score
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Trial:
         if ":" not in named and not algo.policy_loss_options and not algo.advantage_options:
             return
         try:
-            command = [interpreter_of(python), "-P", "-m", "rlcore.algos.loss_call"]
+            command = [trainer_process(python)[0], "-P", "-m", "rlcore.algos.loss_call"]
             done = subprocess.run(
                 command,
                 input=algo.model_dump_json(),

@@ -85,10 +85,10 @@ def start_sweep(
         file = root / "multirun" / f"{spec['name']}-{fingerprint('multirun', spec)[:8]}.yaml"
         write_text_atomically(file, f"# millrace sweep {file}\n{yaml.safe_dump(spec, sort_keys=False)}")
         spec = str(file)
-    api = start_prefect(root, verbose=verbose)
+    server = start_prefect(root, verbose=verbose)
     from flows.sweep.flow import run_checked  # imports Prefect while the server starts
 
-    with command_flow(api, verbose=verbose):
+    with command_flow(server, verbose=verbose):
         result = run_checked(checked, spec, overrides, on_workers=on_workers)
     if result.failed:
         sys.exit(1)

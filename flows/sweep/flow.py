@@ -84,7 +84,7 @@ class SweepWorker:
 
     def __init__(self, sweep: Sweep, train: TrainFunction, call: str) -> None:
         self.study = SweepStudy(sweep)
-        self.spending = BudgetTracker(self.study, sweep, call)
+        self.spending = BudgetTracker(self.study, call)
         self._sweep = sweep
         self._train = train
 
@@ -249,14 +249,14 @@ def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool)
             else:
                 drive.run()
             with sweep_lock(checked):
-                result = write_result(checked, drive.study.points(), drive.spending.read(), parent)
+                result = write_result(checked, drive.study.points(), drive.spending.read())
                 about = describe_sweep(checked, result)
                 show_artifact(checked.sweep_id, "sweep", f"{checked.sweep_id}: its points and outcome", lambda: about)
-                finish_mlflow_run(checked, result, about)
+                finish_mlflow_run(checked, parent, result, about)
     for line in summary_lines(result):
         log_and_print(line)
     if result.failed and result.best is None:
-        raise MillraceError(f"sweep {result.sweep_id}: no point was finished. {result.failed[0]}")
+        raise MillraceError(f"sweep {checked.sweep_id}: no point was finished. {result.failed[0]}")
     return result
 
 

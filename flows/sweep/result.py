@@ -48,8 +48,6 @@ class SweepResult:
     `num_runs` and `num_steps` count only the work of this call.
     """
 
-    sweep_id: str
-    folder: Path
     points: list[Row]
     num_points: int
     ended_by: str
@@ -57,7 +55,6 @@ class SweepResult:
     num_steps: int
     best_experiment: Path | None
     comparison: Path | None
-    mlflow_run_id: str | None
 
     @property
     def best(self) -> Row | None:
@@ -98,12 +95,10 @@ def write_record(sweep: Sweep, points: Points) -> list[Row]:
     return rows
 
 
-def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlflow_run_id: str | None) -> SweepResult:
+def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any]) -> SweepResult:
     """Write the results of a sweep to disk and return them. `spending` is what this call has used of the budget."""
     rows = write_record(sweep, points)
     return SweepResult(
-        sweep_id=sweep.sweep_id,
-        folder=sweep.folder,
         points=rows,
         num_points=max(len(rows), sweep.num_points),
         ended_by=spending["ended_by"],
@@ -111,7 +106,6 @@ def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlfl
         num_steps=spending["steps"],
         best_experiment=write_best(sweep, rows),
         comparison=write_comparison(sweep, rows),
-        mlflow_run_id=mlflow_run_id,
     )
 
 
@@ -236,9 +230,9 @@ def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
         raise
 
 
-def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
+def finish_mlflow_run(sweep: Sweep, run: str | None, result: SweepResult, about: str) -> None:
     """Log a sweep's parameters, scores, files and description (`about`) to its MLflow run. Then end this MLflow run."""
-    if (run := result.mlflow_run_id) is None:
+    if run is None:
         return
     with _log_mlflow_failure("the results of the sweep"):
         store, metric = _store(sweep), sweep.metric_of(sweep.base)
@@ -254,12 +248,12 @@ def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
         runs = {Path(one["run_dir"]) for row in result.points for one in row["runs"]}
         if costs := [cost for run_dir in runs if (cost := gpu_seconds(run_dir / JOURNAL_FILE)) is not None]:
             store.log_metrics(run, 0, {GPU_SECONDS: sum(costs)}, time.time())
-        for file in (result.folder / SWEEP_FILE, result.best_experiment, result.comparison):
+        for file in (sweep.folder / SWEEP_FILE, result.best_experiment, result.comparison):
             if file is not None:
                 store.client.log_artifact(run, str(file), "sweep")
         store.set_tags(run, {NOTE_TAG: about})
         store.set_status(run, "FAILED" if result.failed else "FINISHED")
-        log_and_print(f"in MLflow: {reachable_urls(result.folder.parent.parent, store.run_url(run))[0]}")
+        log_and_print(f"in MLflow: {reachable_urls(sweep.folder.parent.parent, store.run_url(run))[0]}")
 
 
 def _store(sweep: Sweep) -> MlflowStore:

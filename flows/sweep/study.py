@@ -96,7 +96,7 @@ class SweepStudy:
 
     def __init__(self, sweep: Sweep) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._sweep = sweep
+        self.sweep = sweep
         self._claims: dict[int, FileLock] = {}
         (sweep.folder / "claims").mkdir(parents=True, exist_ok=True)
         pruning = sweep.spec.pruning
@@ -116,27 +116,27 @@ class SweepStudy:
     def num_left(self) -> int:
         """Return the number of points that have not ended. It includes points that the search has not drawn yet."""
         ended = [one for one in self.points().values() if one.state.is_finished()]
-        return max(0, self._sweep.num_points - len(ended))
+        return max(0, self.sweep.num_points - len(ended))
 
     def retry_failed(self) -> None:
         """Queue the failed points again."""
-        with sweep_lock(self._sweep):
+        with sweep_lock(self.sweep):
             for trial in self.points().values():
                 if trial.state == TrialState.FAIL:
                     self._requeue(trial)
 
     def ask(self) -> Trial | None:
         """Reserve the next point for this process. Return None if every point has ended or is reserved."""
-        search = self._sweep.spec.optuna
-        with sweep_lock(self._sweep):
+        search = self.sweep.spec.optuna
+        with sweep_lock(self.sweep):
             self._requeue_lost()
             points = self.points()
             if not any(one.state == TrialState.WAITING for one in points.values()):
                 number = len(points) + 1
-                if number > self._sweep.num_points:
+                if number > self.sweep.num_points:
                     return None
                 if search is None:
-                    settings = dict(self._sweep.points[number - 1])
+                    settings = dict(self.sweep.points[number - 1])
                     self.optuna.enqueue_trial({}, {POINT: number, SETTINGS: settings})
                 else:
                     seed = search.seed * SEED_STRIDE + number - 1
@@ -155,7 +155,7 @@ class SweepStudy:
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
-        return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
+        return FileLock(self.sweep.folder / "claims" / f"{number}.lock")
 
     def _requeue_lost(self) -> None:
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
@@ -173,13 +173,13 @@ class SweepStudy:
 class BudgetTracker:
     """The runs, steps and hours that one call of a sweep has used. They are stored in the study for all processes."""
 
-    def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
+    def __init__(self, study: SweepStudy, call: str) -> None:
         self.call = call
         self._study = study.optuna
-        self._sweep = sweep
+        self._sweep = study.sweep
         self._name = f"spent by {call}"
         if self._name not in self._study.user_attrs:
-            budget = sweep.spec.budget.model_dump()
+            budget = self._sweep.spec.budget.model_dump()
             self._write({"budget": budget, "begun": time.time(), "runs": [], "steps": 0, "ended_by": ""})
 
     def read(self) -> dict[str, Any]:

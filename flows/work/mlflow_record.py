@@ -43,6 +43,7 @@ from rlcore.user_code import code_for_run
 log = logging.getLogger(__name__)
 
 RECORDED_FILE = "recorded.json"
+WITHOUT_REPORT = " without the report"  # follows the digest of a report's inputs if MLflow has no report
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,16 @@ class MlflowContents:
         except (OSError, ValueError, TypeError):
             return cls()
 
-    def is_complete(self, config: RunConfig, layout: RunLayout, last: ExportedWeights, best: ExportedWeights) -> bool:
-        """Return whether MLflow has the current settings, report and models of the run."""
-        wanted = (settings_digest(config), report_fingerprint(layout), models_digest(config, last, best))
-        return (self.settings, self.report, self.models) == wanted
+    def is_complete(
+        self, run: OpenRun, last: ExportedWeights, best: ExportedWeights, *, needs_report: bool = True
+    ) -> bool:
+        """Return whether MLflow has the current settings, report and models of the run.
+
+        If `needs_report` is false, the report may be missing in MLflow.
+        """
+        report = self.report if needs_report else self.report.removesuffix(WITHOUT_REPORT)
+        wanted = (settings_digest(run.config), report_fingerprint(run.layout), models_digest(run.config, last, best))
+        return (self.settings, report, self.models) == wanted
 
     def write(self, layout: RunLayout) -> "MlflowContents":
         """Write the record into the run's folder and return it."""
@@ -83,11 +90,6 @@ def settings_digest(config: RunConfig) -> str:
     uri = resolve_uri(config.tracking, Path(config.paths.root).absolute())
     place = fingerprint("page", [uri, config.tracking.experiment])[:8]
     return f"{settings_fingerprint(config)}-{config.trainer.total_steps}-{code_for_run(config).fingerprint}-{place}"
-
-
-def report_digest(layout: RunLayout, report: ReportPage | None) -> str:
-    """Return a digest of the report's inputs, with a suffix if `report` is None and MLflow therefore has no report."""
-    return report_fingerprint(layout) if report is not None else f"{report_fingerprint(layout)} without the report"
 
 
 def models_digest(config: RunConfig, last: ExportedWeights, best: ExportedWeights) -> str:
@@ -129,8 +131,8 @@ def log_run_page(
         report, *weights = outcome
         log_result(run, page, report)
         log_models(run, page, *weights)
-        digest, models = report_digest(run.layout, report), models_digest(run.config, *weights)
-        known = replace(known, report=digest, models=models)
+        digest = report_fingerprint(run.layout) + ("" if report else WITHOUT_REPORT)
+        known = replace(known, report=digest, models=models_digest(run.config, *weights))
     return known.write(run.layout)
 
 
@@ -298,9 +300,7 @@ class MlflowRecord:
         has no report yet.
         """
         run, known = self._run, self._known
-        has_report = known.report in (report_fingerprint(run.layout), report_digest(run.layout, report))
-        is_there = has_report and known.models == models_digest(run.config, last, best)
-        is_there = is_there and known.settings == settings_digest(run.config)
+        is_there = known.is_complete(run, last, best, needs_report=report is not None)
         try:
             if not run.config.tracking.enabled or (is_there and is_delivered(run.layout.run_dir)):
                 return known

@@ -119,8 +119,3 @@ def parse_reply(line: bytes) -> Reply:
     kind = _KINDS.get(name)
     found: Reply = RunEvent(name, values) if kind is None else kind.validate_python(values)
     return found
-
-
-def command_line(command: str, **arguments: str | int) -> bytes:
-    """Return a command and its arguments, encoded as one line."""
-    return json.dumps({"command": command, **arguments}).encode() + b"\n"

@@ -213,13 +213,9 @@ def all_runs(root: Path) -> list[Path]:
     return sorted(file.parent for file in files_of(root / "runs", f"*/{RUN_FILE}"))
 
 
-def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the folders of the runs with these paths, ids or id prefixes. Raises NotFoundError if a name does not
-    match exactly one run."""
-    return [_find_folder(name, root) for name in names]
-
-
-def _find_folder(name: str, root: Path) -> Path:
+def find_folder(name: str, root: Path) -> Path:
+    """Return the folder of the run with this path, id or prefix of an id. Raises NotFoundError if `name` does not match
+    exactly one run."""
     for folder in (Path(name), root / "runs" / name):
         if (folder / RUN_FILE).is_file():
             return folder.resolve()
@@ -249,7 +245,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
             f"RUN: must be one run, by its folder or id, or its settings, each KEY=VALUE; got {' '.join(words)}"
         )
     if named:
-        folder = _find_folder(words[0], root or Path(PathsConfig().root))
+        folder = find_folder(words[0], root or Path(PathsConfig().root))
         config = read_settings(folder)
         layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may be a copy
     else:
@@ -278,25 +274,11 @@ def read_settings(folder: Path) -> RunConfig:
     return origin.settings
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A comparison of runs, with its files and its conclusions (`statements`). `mlflow_page` and `mlflow_table` are the
-    URLs of MLflow's comparison page and table of runs. Both are '' if MLflow cannot compare the runs.
-    """
-
-    runs: tuple[Path, ...]
-    html: Path
-    json: Path
-    mlflow_page: str
-    mlflow_table: str
-    statements: tuple[str, ...]
-
-
 def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
     """Return the folders of the named runs and of the runs that a search in MLflow returns. Raises DataError if no run
     is found or if a run is not on this machine. Raises TrackingError if MLflow rejects the search.
     """
-    folders = find_named_runs(names, root)
+    folders = [find_folder(name, root) for name in names]
     if search:
         store = MlflowStore(tracking, root)
         if not has_store(store.uri):
@@ -308,45 +290,44 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
             raise DataError(
                 f"--search {search!r}: finds no run in experiment {tracking.experiment}; check the spelling"
             )
-        folders += find_named_runs(found, root)
+        folders += [find_folder(name, root) for name in found]
     return list(dict.fromkeys(folders))
 
 
-def compare(folders: Sequence[Path], root: Path) -> Comparison:
+def compare(folders: Sequence[Path], root: Path) -> "tuple[ReportFiles, list[str]]":
     """Compare two or more runs. Write the comparison as HTML and JSON files under `<root>/comparisons`, and upload the
-    files to each run in MLflow."""
+    files to each run in MLflow. Return the files, and the URLs of MLflow's comparison page and table of runs, or no URL
+    if MLflow cannot compare the runs."""
     from rlcore.report.build import compare_runs
 
     root = root.resolve()
     files = compare_runs(folders, root=root)
-    statements = tuple(f"{found.topic}: {found.statement}" for found in files.findings)
-    pages = _upload(folders, files, root)
-    return Comparison(tuple(folders), files.html, files.json, *pages, statements)
+    return files, _upload(folders, files, root)
 
 
-def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> tuple[str, str]:
-    """Upload the files of a comparison to each run in MLflow. Return the URLs `mlflow_page` and `mlflow_table`.
+def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> list[str]:
+    """Upload the files of a comparison to each run in MLflow, and return the URLs for `compare`.
 
-    If the upload fails, the error is logged and both URLs are ''.
+    If the upload fails, the error is logged.
     """
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
     if not known or not all(config.tracking.enabled for config in configs):
-        return "", ""
+        return []
     stores = [MlflowStore(config.tracking, root) for config in configs]
     for (folder, _), config, store in zip(known, configs, stores, strict=True):
         if not has_store(store.uri) or (config.tracking.uri is None and folder.resolve().parents[1] != root):
             log.warning("The comparison is not uploaded to MLflow: %s is not in the MLflow store of %s", folder, root)
-            return "", ""
+            return []
     try:
         for store, (_, run_id) in zip(stores, known, strict=True):
             for file in (files.html, files.json):
                 store.client.log_artifact(run_id, str(file), f"{FOLDER}/{files.html.parent.name}")
         if len(known) > 1 and len({store.uri for store in stores}) == 1:
-            return compare_url(stores[0], [run_id for _, run_id in known]), stores[0].runs_url()
+            return [compare_url(stores[0], [run_id for _, run_id in known]), stores[0].runs_url()]
     except Exception as error:
         log.warning("The comparison is not uploaded to MLflow: %s", explain_error(error, stores[0].uri))
-    return "", ""
+    return []
 
 
 def _mlflow_run(folder: Path) -> str | None:
@@ -357,35 +338,21 @@ def _mlflow_run(folder: Path) -> str | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of an operation on a run: a message (`text`), and whether the operation succeeded (`ok`)."""
-
-    run: str
-    text: str
-    ok: bool
-
-    def __str__(self) -> str:
-        return f"{self.run}: {self.text}"
-
-
-def sync(folder: Path, uri: str | None) -> Outcome:
-    """Upload the metrics in a run's journal that MLflow does not have yet. `uri` is the address of the MLflow store, or
-    None for the run's own store."""
+def sync(folder: Path, uri: str | None) -> str:
+    """Upload the metrics in a run's journal that MLflow does not have yet, and return a text with the result. `uri` is
+    the address of the MLflow store, or None for the run's own store. Raises MillraceError or OSError if this fails."""
+    if not (attempts := read_attempts(folder)):
+        return "has not begun"
+    begun_with = attempts[-1][0].destination
+    uri = uri or _store_of_root(folder, begun_with)
+    set_mlflow_login(uri or begun_with.uri, folder.parents[1])
     try:
-        if not (attempts := read_attempts(folder)):
-            return Outcome(folder.name, "has not begun", ok=True)
-        begun_with = attempts[-1][0].destination
-        uri = uri or _store_of_root(folder, begun_with)
-        set_mlflow_login(uri or begun_with.uri, folder.parents[1])
         result = sync_run(folder, uri)
     except RunInUseError:
-        return Outcome(folder.name, "is being delivered by another process", ok=True)
-    except (MillraceError, OSError) as error:
-        return Outcome(folder.name, str(error), ok=False)
+        return "is being delivered by another process"
     status = "is running" if result.status is None else f"is {result.status}"
     news = f"{result.num_bytes:,} bytes of the journal delivered" if result.num_bytes else "nothing was missing"
-    return Outcome(folder.name, f"{news}; the run {status} (MLflow run {result.mlflow_run_id})", ok=True)
+    return f"{news}; the run {status} (MLflow run {result.mlflow_run_id})"
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:

@@ -4,6 +4,7 @@ A signal to the flow's process group must not interrupt a step. The process ther
 not use the standard streams of the flow. The kernel signals the process when the flow dies (see `flows.server.launch`).
 """
 
+import json
 import os
 import selectors
 import signal
@@ -14,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from flows.server.launch import python_path, start_process
-from flows.work.protocol import Done, Event, Failed, Note, Progress, Reply, RunEvent, command_line, parse_reply
+from flows.server.launch import line_text, log_tail, python_path, start_process
+from flows.work.protocol import Done, Event, Failed, Note, Progress, Reply, RunEvent, parse_reply
 from flows.work.slots import HeldSlots, SlotRequest, Slots
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
 from rlcore.run.watchdog import append_failure, failure_from, num_oom_kills
-from rlcore.runtime.interpreter import trainer_environment, trainer_path
+from rlcore.runtime.interpreter import trainer_path, trainer_process
 from rlcore.tracking.attempts import DELIVERY_VARIABLE
 
 TRAINER = ("-P", "-m", "rlcore.run.process")
@@ -27,7 +28,6 @@ POLL_S = 0.25  # longest time between two checks of the process and its log
 CLOSE_WAIT_S = 60.0  # seconds for an idle trainer to end its workers and deliver its last metrics
 TERMINATE_WAIT_S = 10.0  # seconds after a SIGTERM to a trainer without unsaved work
 DRAIN_WAIT_S = 1.0  # seconds for the replies of a dead process in the pipe
-NUM_LAST_LINES = 20  # lines of the log in the message about a lost process
 WAITS_FOR_SLOTS = "waits_for_slots"  # event of a run that waits for slots of its workspace
 CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -65,7 +65,7 @@ class LogTail:
         self._offset += len(content)
         *lines, self._rest = (self._rest + content).split(b"\n")
         for line in lines:
-            yield _text(line)
+            yield line_text(line)
 
     def is_at_end(self) -> bool:
         """Return whether the whole file was read. A deleted file counts as read."""
@@ -74,19 +74,7 @@ class LogTail:
     @property
     def rest(self) -> str:
         """The beginning of the line that is not complete yet."""
-        return _text(self._rest)
-
-    def last_lines(self, num_lines: int) -> list[str]:
-        """Return the last `num_lines` lines that are not empty, or [] if the file was deleted."""
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
-            lines = [_text(line) for line in file.read().split(b"\n")]
-            return [line for line in lines if line.strip()][-num_lines:]
-        return []
-
-
-def _text(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
+        return line_text(self._rest)
 
 
 class TrainerProcess:
@@ -145,7 +133,7 @@ class TrainerProcess:
         """
         child = self._start()
         try:
-            child.send(command_line(command, **arguments))
+            child.send(command, **arguments)
             reply = self._wait_for_reply(child)
         except BaseException as error:
             if isinstance(error, WorkerLostError) or (isinstance(error, MillraceError) and child.has_ended()):
@@ -166,7 +154,7 @@ class TrainerProcess:
             return
         try:
             with suppress(WorkerLostError):
-                child.send(command_line("close"))
+                child.send("close")
             for wait_s in (self._stop_wait_s, TERMINATE_WAIT_S):  # the process may be writing a checkpoint
                 if self._wait_for_exit(child, wait_s):
                     return
@@ -262,7 +250,7 @@ class _Child:
         log_file.touch()
         child_reads, self._commands_fd = os.pipe()
         self._replies_fd, child_writes = os.pipe()
-        line = [interpreter_of(python), *command, "--run", str(run_dir)]
+        line = [trainer_process(python)[0], *command, "--run", str(run_dir)]
         line += ["--commands-fd", str(child_reads), "--replies-fd", str(child_writes)]
         try:
             inherited = [child_reads, child_writes, *held.descriptors]
@@ -286,7 +274,8 @@ class _Child:
         self._selector.register(self._replies_fd, selectors.EVENT_READ)
         self._at_end = False
 
-    def send(self, line: bytes) -> None:
+    def send(self, command: str, **arguments: str | int) -> None:
+        line = json.dumps({"command": command, **arguments}).encode() + b"\n"
         try:
             os.write(self._commands_fd, line)  # far below PIPE_BUF, so it is written whole or not at all
         except BrokenPipeError:
@@ -323,14 +312,11 @@ class _Child:
                 "a stop of the trainer was requested; start again to resume from its last checkpoint"
             )
         reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        end = "\n".join(f"    {line}" for line in self.log.last_lines(NUM_LAST_LINES))
-        text = f"the trainer process has ended ({reason}). The end of {self.log.path}:\n{end}"
+        text = f"the trainer process has ended ({reason}). {log_tail(self.log.path, hints={})}"
+        error: MillraceError = WorkerLostError(text)
         # The kernel counts the processes that it kills because of memory.
         if code == -signal.SIGKILL and num_oom_kills() > self._oom_kills:
-            return self._record_failure(HostMemoryError(f"the kernel killed a process because of memory: {text}"))
-        return self._record_failure(WorkerLostError(text))
-
-    def _record_failure(self, error: MillraceError) -> MillraceError:
+            error = HostMemoryError(f"the kernel killed a process because of memory: {text}")
         append_failure(self.log.path.parent.parent, failure_from(error, "", self._last_step))
         return error
 
@@ -371,11 +357,6 @@ def trainer_logs(folder: Path) -> dict[int, Path]:
     """
     numbers = {path: path.stem.removeprefix("trainer-") for path in folder.glob("trainer-*.log") if path.is_file()}
     return {int(number): path for path, number in numbers.items() if number.isdecimal()}
-
-
-def interpreter_of(python: str | None) -> str:
-    """Return the program that runs the trainer. `python` is the setting `runtime.python`."""
-    return sys.executable if python is None else trainer_environment(python).executable
 
 
 def trainer_variables(python: str | None) -> dict[str, str]:

@@ -38,14 +38,14 @@ from flows.cli import run_and_exit
 from flows.server.api import command_flow, start_prefect
 
 def command():
-    api = start_prefect(Path(sys.argv[1]))
+    server = start_prefect(Path(sys.argv[1]))
     from prefect import flow
     from flows.server.watch import watch_flow_run
     from flows.pipeline import call_flow, keep_outcome, run_task
     from rlcore.errors import MillraceError
 
     def work():
-        api.server._process.kill()
+        server._process.kill()
         if sys.argv[2] == "fails":
             raise MillraceError("our own error")
         return "its result"
@@ -58,7 +58,7 @@ def command():
     def chain():
         return keep_outcome(stages)
 
-    with command_flow(api, verbose=False):
+    with command_flow(server, verbose=False):
         print(call_flow(None, chain), flush=True)
 
 run_and_exit(command)

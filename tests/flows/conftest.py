@@ -102,13 +102,10 @@ class Millrace:
     root: Path
     environment: Mapping[str, str]
 
-    def words(self, verb: str, *settings: str) -> list[str]:
-        root = [f"paths.root={self.root}"] if any("=" in word for word in settings) else []
-        return [*verb.split(), *settings, *root]
-
     def start(self, verb: str, *settings: str, spawned: bool = False) -> "subprocess.Popen[str]":
         """Start a command; `spawned`: with a separate command line, which others see."""
-        words, environment = self.words(verb, *settings), os.environ | self.environment
+        root = [f"paths.root={self.root}"] if any("=" in word for word in settings) else []
+        words, environment = [*verb.split(), *settings, *root], os.environ | self.environment
         if spawned:
             return start([sys.executable, "-m", "flows.cli", *words], environment)
         return forked("flows.cli", words, environment)

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.sweep.study import Member, members_of
-from rlcore.checkpoint.catalog import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.sweep import load_sweep
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.lineage import Origin
-from tests.flows.conftest import numbers
+from tests.flows.conftest import commit, numbers
 from tests.helpers.reports import validation
 
 UNTRACKED = ("tracking.enabled=false",)
@@ -101,9 +98,4 @@ class RunWriter:
             result = validation(config, f"step-{to_step:06d}", 40 * to_step, gain, 40)
             result.write(layout.validation / f"step-{to_step:06d}.json")
             journal.append_step(to_step, result.metrics())
-        state = TrainerState(
-            step=to_step, policy_version=to_step, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(config),
-        )  # fmt: skip
-        with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
-            (folder / "weights").write_text("x")
+        commit(config, to_step)

@@ -8,7 +8,7 @@ import pytest
 
 from flows.chain import PipelineResult
 from flows.commands.run import summary_lines
-from flows.server.api import LocalServer, PrefectApi
+from flows.server.api import LocalServer
 from flows.stack.state import Service, StackState, write_stack
 from flows.work.mlflow_record import MlflowContents
 from rlcore.config.compose import load_config
@@ -21,11 +21,10 @@ def test_last_line_names_the_stack_that_a_user_started_during_the_run(tmp_path: 
     result = PipelineResult("run", tmp_path / "runs" / "run", 2, [], None, tmp_path, MlflowContents())
     server = LocalServer(tmp_path / "prefect")
     try:
-        api = PrefectApi(server.url, server)
-        *_, before = summary_lines(config, result, api)
+        *_, before = summary_lines(config, result, server.url, server)
         me = Service("prefect", os.getpid(), start_time_of(psutil.Process()), 1, "http://stack", "", "")
         write_stack(tmp_path, StackState(services=(me,)))
-        *_, after = summary_lines(config, result, api)
+        *_, after = summary_lines(config, result, server.url, server)
     finally:
         server.stop()
     assert before.endswith(f"millrace up --root {tmp_path}")

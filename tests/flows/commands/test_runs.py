@@ -19,11 +19,11 @@ from flows.commands.runs import logs, stop
 from flows.commands.stack import prometheus_text
 from flows.stack.state import FLOW_RUN_ID
 from flows.work.open_run import with_absolute_paths
-from flows.work.runs import STOP_FILE, Outcome, all_runs, compare, find_run, resume_hint, status_of, sync
+from flows.work.runs import STOP_FILE, all_runs, compare, find_run, resume_hint, status_of, sync
 from flows.work.slots import Slots
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.config.compose import load_config
-from rlcore.errors import DataError, RunInUseError
+from rlcore.errors import DataError, RunInUseError, TrackingError
 from rlcore.responses.query import Query, find_responses
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_holder
@@ -172,39 +172,36 @@ def test_a_comparison_is_written_without_mlflow(tmp_path, caplog):
         write_run(folder, experiment="debug", seed=seed, num_steps=2, num_problems=4)
         (folder / STATE_FILE).write_text('{"format_version": 2, "mlflow_run_id": "1"}')
     for root in (here, there):
-        found = compare(folders, root)
+        found, _ = compare(folders, root)
         assert {found.html.parents[1], found.json.parents[1]} == {root / "comparisons"}
         said = f"The comparison is not uploaded to MLflow: {folders[0]} is not in the MLflow store of {root}"
         assert caplog.messages == [said]
         assert not (root / "mlflow.db").exists()
         caplog.clear()
     (here / "mlflow.db").touch()
-    assert compare(folders, here).mlflow_page == ""
+    assert compare(folders, here)[1] == []
     assert caplog.messages[-1].endswith(f"is not in the MLflow store of {here}")
     more = ("tracking.uri=oddsql://host/runs",)
     for seed, folder in enumerate(folders, start=1):
         write_run(folder, experiment="debug", overrides=more, seed=seed, num_steps=2, num_problems=4)
     (folders[1] / STATE_FILE).unlink()
-    assert compare(folders, tmp_path).html.is_file()
+    assert compare(folders, tmp_path)[0].html.is_file()
     assert "The comparison is not uploaded to MLflow: tracking.uri oddsql://host/runs: " in caplog.text
 
 
-def test_a_run_that_cannot_be_delivered_is_reported(layout):
+def test_a_run_that_cannot_be_delivered_is_reported(layout, capsys):
     with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
         attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
         journal.append_step(1, {"a": 1.0})
-    name, away, lock = layout.run_dir.name, "oddsql://host/runs", delivery_lock(layout.run_dir)
+    away, lock = "oddsql://host/runs", delivery_lock(layout.run_dir)
     with lock:
-        assert sync(layout.run_dir, away) == Outcome(name, "is being delivered by another process", ok=True)
-    reported = sync(layout.run_dir, away)
+        assert sync(layout.run_dir, away) == "is being delivered by another process"
+    with pytest.raises(TrackingError, match=rf"^{layout.run_dir}: not delivered: tracking\.uri {away}: "):
+        sync(layout.run_dir, away)
     lock.path.unlink()
     lock.path.mkdir()
-    for found, why in (
-        (reported, f"not delivered: tracking.uri {away}: "),
-        (sync(layout.run_dir, away), "cannot be w"),
-    ):
-        assert (found.run, found.ok) == (name, False)
-        assert found.text.startswith(f"{layout.run_dir}: {why}")
+    done = in_this_process(capsys, "sync", f"--root={layout.root}", f"--uri={away}")
+    assert (done.code, done.out.startswith(f"{layout.run_dir.name}: {layout.run_dir}: cannot be w")) == (1, True), done
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 
 import psutil
@@ -20,10 +19,10 @@ STARTER = """
 import sys, time
 from pathlib import Path
 from flows.server.api import start_prefect
-api = start_prefect(Path(sys.argv[1]))
-assert start_prefect(Path(sys.argv[1])) == api, "one server for a process"
-api.server.wait()
-print(api.url, flush=True)
+server = start_prefect(Path(sys.argv[1]))
+assert start_prefect(Path(sys.argv[1])) is server, "one server for a process"
+server.wait()
+print(server.url, flush=True)
 time.sleep(600)
 """
 
@@ -46,31 +45,28 @@ def test_a_killed_command_leaves_no_server(tmp_path):
     wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the server's end")
 
 
-@pytest.fixture
-def stranger() -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer = OTHERS.get((self.path.split("/")[1], self.path.partition("/api/")[2]))
-            self.send_response(404 if answer is None else 200)
-            self.end_headers()
-            self.wfile.write(answer or b"")
-
-    with serving(Handler) as server:
-        yield server
-
-
-OTHERS = {("old", "health"): b"true", ("old", "admin/version"): b'"2.20.1"', ("other", "health"): b"<html>hello</html>"}
+OTHERS = {
+    "/old/api/health": b"true", "/old/api/admin/version": b'"2.20.1"', "/other/api/health": b"<html>hello</html>",
+}  # fmt: skip
 """Responses of an old Prefect, and of something else."""
 
 
-def test_a_server_absent_or_of_another_version_or_kind_is_refused(stranger, artifacts_root):
-    for url, words in (
-        (f"{stranger}/old/api/", "is Prefect 2.20.1, and 3."),
-        (f"{stranger}/other/api/", "something else than a Prefect server answers"),
-        ("http://127.0.0.1:9/api", "no Prefect server answers at http://127.0.0.1:9/api"),
-    ):
-        done = Millrace(artifacts_root, {"PREFECT_API_URL": url})("run", "experiment=debug", code=1)
-        assert "PREFECT_API_URL: " in done.err
-        assert words in done.err
-        assert "Traceback" not in done.err
-        assert list(artifacts_root.iterdir()) == []
+class Stranger(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path in OTHERS else 404)
+        self.end_headers()
+        self.wfile.write(OTHERS.get(self.path, b""))
+
+
+def test_a_server_absent_or_of_another_version_or_kind_is_refused(artifacts_root):
+    with serving(Stranger) as stranger:
+        for url, words in (
+            (f"{stranger}/old/api/", "is Prefect 2.20.1, and 3."),
+            (f"{stranger}/other/api/", "something else than a Prefect server answers"),
+            ("http://127.0.0.1:9/api", "no Prefect server answers at http://127.0.0.1:9/api"),
+        ):
+            done = Millrace(artifacts_root, {"PREFECT_API_URL": url})("run", "experiment=debug", code=1)
+            assert "PREFECT_API_URL: " in done.err
+            assert words in done.err
+            assert "Traceback" not in done.err
+            assert list(artifacts_root.iterdir()) == []

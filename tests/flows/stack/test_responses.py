@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import uvicorn
+from starlette.responses import Response
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,12 +27,8 @@ from tests.helpers.chromium import open_tab
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 COUNT = "document.querySelector('#count').innerText"
 RUN = "made-s1"
+ELSEWHERE = Response(status_code=204)  # the other application
 WITH_TOKENIZER = "told-s2"  # A run whose tokenizer is there: token 3 is the hostile text
-
-
-async def elsewhere(scope, receive, send) -> None:
-    await send({"type": "http.response.start", "status": 204, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
 
 
 def hostile_tokens(table: pa.Table) -> pa.Table:
@@ -62,7 +59,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(root: Path) -> TestClient:
-    return TestClient(Guard(with_responses(root, elsewhere)), base_url="http://127.0.0.1:5000")
+    return TestClient(Guard(with_responses(root, ELSEWHERE)), base_url="http://127.0.0.1:5000")
 
 
 def test_a_page_of_answers_and_one_with_its_tokens(client):
@@ -100,8 +97,7 @@ def test_a_page_of_answers_and_one_with_its_tokens(client):
         ("find", {"run": RUN, "step": "x"}, "step: must be a number"),
         ("find", {"run": RUN, "offset": "-1"}, "offset: must be a whole number"),
         ("find", {"run": RUN, "offset": "9" * 5_000}, "offset: must be a whole number of at most 19 digits"),
-        ("find", {"run": RUN, "prompt": "9" * 19}, "prompt: must be from 0 to"),
-        ("find", {"run": "bare"}, "run bare has no stored responses, either not yet or because of its settings (answ"),
+        ("find", {"run": "bare"}, "run bare has no stored responses"),
         ("find", {"run": RUN, "each": "x"}, "each: must be answer or prompt"),
         ("together", {"run": RUN, "key": "../../settings.json:0"}, "no such response"),
     ],
@@ -115,7 +111,7 @@ def test_a_wrong_request_is_refused(client, path, params, words):
 def served(root: Path) -> Iterator[str]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(Guard(with_responses(root, elsewhere)), log_level="warning", lifespan="off")
+        config = uvicorn.Config(Guard(with_responses(root, ELSEWHERE)), log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

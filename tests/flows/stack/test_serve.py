@@ -99,15 +99,16 @@ def test_login_file_is_private(tmp_path):
             root_login(tmp_path)
 
 
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    prefect_home(tmp_path / "prefect")
-    server = start_prefect(tmp_path, None, StackState())
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    root = tmp_path_factory.mktemp("stack")
+    prefect_home(root / "prefect")
+    server = start_prefect(root, None, StackState())
     process = server.process()
     try:
         wait_until_ready(server)
-        write_stack(tmp_path, StackState(services=(server,)))
-        yield Stack(tmp_path)
+        write_stack(root, StackState(services=(server,)))
+        yield Stack(root)
     finally:
         stop_server(process)
 

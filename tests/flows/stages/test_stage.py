@@ -111,11 +111,11 @@ def test_mlflow_record_is_complete_or_lacks_a_part(config, layout):
     settings, report, models = settings_digest(config), report_fingerprint(layout), models_digest(config, last, best)
     whole = MlflowContents("1", "url", "", settings, report, models).write(layout)
     assert MlflowContents.read(layout) == whole
-    assert whole.is_complete(config, layout, last, best)
-    assert not whole.is_complete(config, layout, last, last)
-    assert not whole.is_complete(more, layout, last, best)
+    assert whole.is_complete(OpenRun(config), last, best)
+    assert not whole.is_complete(OpenRun(config), last, last)
+    assert not whole.is_complete(OpenRun(more), last, best)
     layout.journal.write_text("more")
-    assert not whole.is_complete(config, layout, last, best)
+    assert not whole.is_complete(OpenRun(config), last, best)
     for damaged in ("[1]", "{", '{"another": 1}'):
         (layout.run_dir / "recorded.json").write_text(damaged)
         assert MlflowContents.read(layout) == MlflowContents()

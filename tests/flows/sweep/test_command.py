@@ -7,16 +7,6 @@ import pytest
 from tests.flows.conftest import Finished, in_this_process
 
 
-def test_mistake_is_reported_before_anything_is_written(artifacts_root, tmp_path, capsys):
-    spec = tmp_path / "wrong.yaml"
-    spec.write_text("name: wrong\nexperiment: debug\ngrid: {optim.lrr: [1], paths.root: [a]}\nseeds: [1, 1]\n")
-    done = in_this_process(capsys, "sweep", str(spec), f"paths.root={artifacts_root}")
-    assert done.code == 2
-    for said in ("Did you mean optim.lr?", "paths.root: cannot be swept; got paths.root in grid", "seeds: must differ"):
-        assert said in done.err
-    assert list(artifacts_root.iterdir()) == []
-
-
 def test_dry_run_shows_every_run_and_writes_nothing(artifacts_root, capsys):
     def dry(*words: str) -> Finished:
         done = in_this_process(capsys, *words, f"paths.root={artifacts_root}", "--dry-run")
@@ -40,12 +30,13 @@ def test_dry_run_shows_every_run_and_writes_nothing(artifacts_root, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["seed=1"], "--multirun: needs a setting with several values"),
-        (["optim.lr=fast,slow"], "optim.lr: must be a valid number"),
-        (["experiment=debug,countdown_demo"], "experiment: cannot be swept"),
-        (["seed=1,2", "--info"], "--info: is for one run"),
+        ("sweep debug_grid optim.lrr=1", "Did you mean optim.lr?"),
+        ("run -m seed=1", "--multirun: needs a setting with several values"),
+        ("run -m optim.lr=fast,slow", "optim.lr: must be a valid number"),
+        ("run -m experiment=debug,countdown_demo", "experiment: cannot be swept"),
+        ("run -m seed=1,2 --info", "--info: is for one run"),
     ],
 )
-def test_mistake_of_multirun_leaves_no_file(artifacts_root, capsys, words, message):
-    done = in_this_process(capsys, "run", "--multirun", *words, f"paths.root={artifacts_root}")
+def test_mistake_leaves_no_file(artifacts_root, capsys, words, message):
+    done = in_this_process(capsys, *words.split(), f"paths.root={artifacts_root}")
     assert (done.code, message in done.err, list(artifacts_root.iterdir())) == (2, True, []), done

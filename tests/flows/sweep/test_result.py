@@ -1,7 +1,6 @@
 """Results of a sweep: best settings, comparison, MLflow run."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,11 @@ from flows.sweep import result
 from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy, members_of
 from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
-from tests.helpers.mlflow import Server, running_server
+from tests.helpers.mlflow import server as server
 from tests.helpers.reports import write_run
 
 pytestmark = [pytest.mark.slow]
 RATES = "grid: {optim.lr: [1e-4, 2e-4, 3e-4]}\n"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
-    with running_server(tmp_path_factory.mktemp("server"), empty_store) as server:
-        yield server
 
 
 def load(root: Path, *overrides: str, text: str = RATES) -> Sweep:
@@ -49,8 +42,8 @@ def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
     return study
 
 
-def written(sweep: Sweep, study: SweepStudy, mlflow_run: str | None = None) -> result.SweepResult:
-    return result.write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), mlflow_run)
+def written(sweep: Sweep, study: SweepStudy) -> result.SweepResult:
+    return result.write_result(sweep, study.points(), BudgetTracker(study, "call").read())
 
 
 def test_summary_counts_points_and_names_the_best(tmp_path):
@@ -92,8 +85,8 @@ def test_mlflow_run_has_scores_files_and_description(server, tmp_path, capsys):
     study = with_scores(sweep, 0.1, 0.2, 0.3)
     with disable_run_logger(), use_display(display_for_console()):
         own = result.start_mlflow_run(sweep)
-        done = written(sweep, study, own)
-        result.finish_mlflow_run(sweep, done, result.describe_sweep(sweep, done))
+        done = written(sweep, study)
+        result.finish_mlflow_run(sweep, own, done, result.describe_sweep(sweep, done))
     run = store.client.get_run(own)
     assert run.info.status == "FINISHED"
     assert f"in MLflow: {server.uri}/#/" in capsys.readouterr().out

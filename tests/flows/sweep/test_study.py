@@ -8,43 +8,32 @@ import pytest
 from optuna.trial import Trial, TrialState
 
 from flows.sweep.study import POINT, SETTINGS, BudgetTracker, SweepStudy, problem_scores_key
-from rlcore.config.sweep import Budget, Point, Sweep, load_sweep
+from rlcore.config.sweep import Budget, Point, load_sweep
 from rlcore.evaluation.stats import paired_difference
 
 HEAD = "name: a\nexperiment: debug\noverrides: [validation.every_steps=1, trainer.total_steps=8]\n"
 GRID_OF_SIX = "grid: {optim.lr: [1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4]}\n"
-GRID_OF_24 = f"grid: {{warm_start.max_steps: {[*range(1, 25)]}}}\n"
+GRID_OF_12 = f"grid: {{warm_start.max_steps: {[*range(1, 13)]}}}\n"
 GRID = "grid: {optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}\n"
 SPACE = "space: {optim.lr: {low: 1e-5, high: 1e-2, log: true}, algo: [grpo, rloo]}"
 TPE = f"optuna: {{num_points: 6, startup_points: 3, {SPACE}}}\n"
 PAIRED = "pruning: {every_steps: 1}\n"
-Table = Mapping[int, Mapping[str, float]]
-"""Score of each problem, by point."""
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Callable[..., Sweep]:
-    def load(text: str, root: str = "", budget: Budget | None = None) -> Sweep:
+def open_study(tmp_path: Path) -> Callable[..., SweepStudy]:
+    def open_study(text: str, root: str = "", budget: Budget | None = None) -> SweepStudy:
         file = tmp_path / "a.yaml"
         file.write_text(HEAD + text)
-        return load_sweep(str(file), [f"paths.root={tmp_path / root}"], budget=budget)
+        return SweepStudy(load_sweep(str(file), [f"paths.root={tmp_path / root}"], budget=budget))
 
-    return load
-
-
-@pytest.fixture
-def open_study(load: Callable[..., Sweep]) -> Callable[..., SweepStudy]:
-    return lambda text, root="": SweepStudy(load(text, root))
+    return open_study
 
 
 def ask(study: SweepStudy) -> Trial:
     trial = study.ask()
     assert trial is not None
     return trial
-
-
-def settings_of(study: SweepStudy) -> list[Point]:
-    return [trial.user_attrs[SETTINGS] for trial in study.points().values()]
 
 
 def states_of(study: SweepStudy) -> list[str]:
@@ -63,11 +52,11 @@ def report(trial: Trial, scores: Mapping[str, float], step: int = 1, mean: float
     trial.report(float(np.mean(list(scores.values()))) if mean is None else mean, step)
 
 
-def dropped(study: SweepStudy, table: Table, step: int = 1) -> set[int]:
-    """Return the points that the pruner drops once all have reached a step."""
+def dropped(study: SweepStudy, table: Mapping[int, Mapping[str, float]]) -> set[int]:
+    """Return the points that the pruner drops once all have the scores of their problems in the table."""
     trials = {number: ask(study) for number in table}
     for number, trial in trials.items():
-        report(trial, table[number], step)
+        report(trial, table[number])
     return {number for number, trial in trials.items() if trial.should_prune()}
 
 
@@ -94,18 +83,18 @@ def test_paired_pruner_drops_beaten_points_of_the_worse_half(open_study, directi
 
 
 def test_paired_pruner_keeps_the_best_share(open_study):
-    study = open_study(GRID_OF_24 + PAIRED)
-    trials = {number: ask(study) for number in range(1, 25)}
+    study = open_study(GRID_OF_12 + PAIRED)
+    trials = {number: ask(study) for number in range(1, 13)}
     left = []
-    for step in range(1, 7):
+    for step in range(1, 6):
         for number, trial in trials.items():
             report(trial, answers(0, 3.0 * number), step)
         poor = {number for number, trial in trials.items() if trial.should_prune()}
         for number in poor:
             study.optuna.tell(trials.pop(number), state=TrialState.PRUNED)
         left.append(len(trials))
-    assert left == [12, 8, 6, 5, 4, 4]
-    assert trials.keys() == {21, 22, 23, 24}
+    assert left == [6, 4, 3, 3, 2]
+    assert trials.keys() == {11, 12}
 
 
 def test_paired_pruner_drops_no_equal_point(open_study):
@@ -167,15 +156,14 @@ def test_failed_point_is_retried_only_by_next_call(open_study):
     assert (again.num_left(), ask(again).user_attrs[POINT]) == (4, 1)
 
 
-@pytest.mark.parametrize("kind", [TPE, TPE.replace("startup_points: 3", "startup_points: 6")])
-def test_interrupted_search_draws_equal_points(open_study, kind):
+def test_interrupted_search_draws_equal_points(open_study):
     def search(root: str, *, is_broken: bool) -> list[Point]:
-        study = open_study(kind, root)
+        study = open_study(TPE, root)
         for number in range(1, 7):
             trial = ask(study)
             if is_broken:  # a process per point, killed after `ask`
                 study.release(trial)
-                study = open_study(kind, root)
+                study = open_study(TPE, root)
                 trial = ask(study)
             assert trial.user_attrs[POINT] == number
             lr = float(trial.user_attrs[SETTINGS]["optim.lr"])
@@ -183,7 +171,7 @@ def test_interrupted_search_draws_equal_points(open_study, kind):
             study.optuna.tell(trial, -abs(float(np.log(lr / 1e-3))))
             study.release(trial)
         assert study.ask() is None
-        return settings_of(study)
+        return [trial.user_attrs[SETTINGS] for trial in study.points().values()]
 
     whole = search("whole", is_broken=False)
     assert search("broken", is_broken=True) == whole
@@ -217,19 +205,18 @@ def test_values_follow_the_step_of_the_range(open_study):
         (Budget(hours=1000), [True, True, True, True], ""),
     ],
 )
-def test_budget_ends_by_first_exhausted_limit(load, budget, begun, message):
-    sweep = load(GRID, budget=budget)
-    mine, child = (BudgetTracker(SweepStudy(sweep), sweep, "call") for _ in range(2))  # two processes of one call
+def test_budget_ends_by_first_exhausted_limit(open_study, budget, begun, message):
+    studies = [open_study(GRID, budget=budget) for _ in range(2)]  # two processes of one call
+    mine, child = (BudgetTracker(study, "call") for study in studies)
     runs = zip((mine, child) * 2, ("one", "two", "two", "three"), strict=True)
     assert [spending.reserve(run, 10) for spending, run in runs] == begun
     assert mine.read() == child.read()
     assert (mine.read()["ended_by"], mine.read()["steps"]) == (message, 10 * sum(begun))
-    assert BudgetTracker(SweepStudy(sweep), sweep, "another call").read()["runs"] == []
+    assert BudgetTracker(studies[0], "another call").read()["runs"] == []
 
 
-def test_refunded_steps_may_be_reserved(load):
-    sweep = load(GRID, budget=Budget(steps=10))
-    spending = BudgetTracker(SweepStudy(sweep), sweep, "call")
+def test_refunded_steps_may_be_reserved(open_study):
+    spending = BudgetTracker(open_study(GRID, budget=Budget(steps=10)), "call")
     assert spending.reserve("one", 10)
     assert spending.estimate_s(30, unfinished=10) is None
     ten, twenty = spending.estimate_s(10), spending.estimate_s(20, unfinished=5)

@@ -16,14 +16,7 @@ from flows.stack.state import Service, StackState, served_mlflow, write_stack
 from flows.stages.dataset import Dataset, Filter
 from flows.stages.outputs import ExportedWeights, ReportPage, report_fingerprint
 from flows.work import mlflow_record
-from flows.work.mlflow_record import (
-    MlflowContents,
-    MlflowRecord,
-    log_models,
-    log_run_page,
-    models_digest,
-    settings_digest,
-)
+from flows.work.mlflow_record import MlflowContents, MlflowRecord, log_run_page, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
@@ -36,7 +29,7 @@ from rlcore.tracking.journal import Journal
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of
 from rlcore.user_code import code_for_run
-from tests.flows.conftest import commit
+from tests.flows.conftest import changed, commit
 
 
 def test_run_that_ends_before_its_first_step_has_final_status(artifacts_root, monkeypatch):
@@ -82,19 +75,17 @@ def test_run_that_ends_before_its_first_step_has_final_status(artifacts_root, mo
 HERE = Path("here")
 LAST, BEST = ExportedWeights(HERE, 2, cached=True), ExportedWeights(HERE, 1, cached=True)
 ROWS = StageResult(HERE, cached=True, counts={})
-AWAY = "tracking.uri=oddsql://host/runs"
-"""A store of a kind that is not installed, which fails immediately."""
 
 
 @pytest.fixture
-def away(artifacts_root: Path) -> RunConfig:
-    return load_config(["experiment=debug", f"paths.root={artifacts_root}", AWAY])
+def away(config: RunConfig) -> RunConfig:
+    """Return settings with a store of a kind that is not installed, which fails immediately."""
+    return changed(config, "tracking", uri="oddsql://host/runs")
 
 
-def test_nothing_is_sent_without_tracking_or_change(away, artifacts_root, caplog):
+def test_nothing_is_sent_without_tracking_or_change(config, away, artifacts_root, caplog):
     caplog.set_level(logging.INFO, logger="flows.work.mlflow_record")
-    paths = f"paths.root={artifacts_root}"
-    silent = load_config(["experiment=debug", paths, "tracking.enabled=false"])
+    silent = changed(config, "tracking", enabled=False)
     with open_run(silent, ()) as run, MlflowRecord(run, {}) as record:
         record.start(ROWS, ROWS)
         assert record.finish(None, LAST, BEST) == MlflowContents()
@@ -107,36 +98,20 @@ def test_nothing_is_sent_without_tracking_or_change(away, artifacts_root, caplog
             assert record.finish(None, LAST, BEST) == known
     with suppress(ModelError), open_run(silent, ()) as run, MlflowRecord(run, {}):
         raise ModelError("no such model")
-    elsewhere = load_config(["experiment=debug", paths, "tracking.uri=oddsql://me:SECRET@other/runs"])
+    elsewhere = changed(away, "tracking", uri="oddsql://me:SECRET@other/runs")
     assert settings_digest(elsewhere) != settings_digest(away)
-    assert settings_digest(load_config(["experiment=debug", paths, AWAY, "tracking.experiment=other"])) != digests[0]
+    assert settings_digest(changed(away, "tracking", experiment="other")) != digests[0]
     assert "SECRET" not in settings_digest(elsewhere)
     assert list(artifacts_root.glob("*.db")) == []
     assert [one for one in caplog.messages if "MLflow" in one] == []
 
 
-def test_models_have_the_name_of_their_run(artifacts_root, empty_store, monkeypatch):
-    monkeypatch.setattr(mlflow_record, "MAX_UPLOAD_BYTES", 0)
-    shutil.copy(empty_store, artifacts_root / "mlflow.db")
-    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", "run_id=lr-0.5"])
-    (weights := artifacts_root / "weights").mkdir()
-    (weights / "config.json").write_text("{}")
-    last = ExportedWeights(weights, 2, cached=False)
-    with open_run(config, ()) as run:
-        commit(config, 2)
-        run.layout.journal.touch()
-        page = ensure_mlflow_run(run.layout.run_dir, config, {})
-        log_models(run, page, last, last)
-    models = models_of(page.store.client, page.store.experiment_id, page.id)
-    assert {model.name for model in models} == {"step-2-lr-0_5", "weights-2-lr-0_5"}
-
-
-def test_rest_of_the_journal_is_sent_at_the_end(artifacts_root, empty_store, monkeypatch):
+def test_rest_of_the_journal_is_sent_at_the_end(config, artifacts_root, empty_store, monkeypatch):
     """On a busy machine a trainer ends before MLflow has its metrics. The flow sends them, and a repetition too."""
     monkeypatch.setattr(mlflow_record, "FINISH_WAIT_S", 240.0)
     monkeypatch.setattr(mlflow_record, "MAX_UPLOAD_BYTES", 0)
     shutil.copy(empty_store, artifacts_root / "mlflow.db")
-    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+    config = config.model_copy(update={"run_id": "lr-0.5"})
     run_dir = RunLayout.of(config).run_dir
     with open_run(config, ()) as run:
         commit(config, 2)
@@ -157,7 +132,9 @@ def test_rest_of_the_journal_is_sent_at_the_end(artifacts_root, empty_store, mon
     with open_run(config, ()) as run, MlflowRecord(run, {}) as record:
         record.finish(None, last, last)
     assert is_delivered(run_dir)
-    client = MlflowStore(config.tracking, artifacts_root).client
+    store = MlflowStore(config.tracking, artifacts_root)
+    client, models = store.client, models_of(store.client, store.experiment_id, known.mlflow_run_id)
+    assert {model.name for model in models} == {"step-2-lr-0_5", "weights-2-lr-0_5"}, "the name of their run"
     found = client.get_run(known.mlflow_run_id)
     assert (found.info.status, found.data.metrics["critic/score/mean"]) == ("FINISHED", 0.5)
     assert [point.step for point in client.get_metric_history(known.mlflow_run_id, "critic/score/mean")] == [1, 2]

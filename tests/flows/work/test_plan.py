@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -287,23 +286,18 @@ PLAN = RunPlan(
 )  # fmt: skip
 
 
-@pytest.fixture
-def show_changed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that shows the plan with changes, and returns its text."""
-
-    def show(as_json: bool = False, **changes: Any) -> str:
-        show_plan(replace(PLAN, **changes), as_json=as_json)
-        out, err = capsys.readouterr()
-        assert err == ""
-        return out
-
-    return show
+def show_changed(capsys: pytest.CaptureFixture[str], as_json: bool = False, **changes: Any) -> str:
+    """Show the plan with changes, and return its text."""
+    show_plan(replace(PLAN, **changes), as_json=as_json)
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
 
 
-def test_plan_lines(show_changed):
+def test_plan_lines(capsys):
     long = "starts from " + "/a/long/path" * 12 + "/[bold]model"
     stages = (PLAN.stages[0], replace(PLAN.stages[1], detail=long), *PLAN.stages[2:])
-    head, titles, *rest = show_changed(stages=stages, warning="warning: few rows").splitlines()
+    head, titles, *rest = show_changed(capsys, stages=stages, warning="warning: few rows").splitlines()
     assert head == "run debug-1 in /root/runs/debug-1, settings aaaa, code bbbb"
     assert (titles[:6], rest[0][:8]) == ("stage ", "dataset ")
     assert titles.split() == ["stage", "fingerprint", "state", "what"]
@@ -321,9 +315,9 @@ def test_plan_lines(show_changed):
     ]
 
 
-def test_long_list_of_chunks_is_cut(show_changed):
+def test_long_list_of_chunks_is_cut(capsys):
     def row(*stages: StageStatus) -> str:
-        (line,) = (line for line in show_changed(stages=stages).splitlines() if line.startswith("train "))
+        (line,) = (line for line in show_changed(capsys, stages=stages).splitlines() if line.startswith("train "))
         return line.rstrip()
 
     one_by_one = [StageStatus("train", "dddd", None, False, f"step {step}-{step + 1}") for step in range(20)]
@@ -332,15 +326,17 @@ def test_long_list_of_chunks_is_cut(show_changed):
     assert row(*(replace(one, cached=True) for one in one_by_one)).endswith("done   20 of 20 done")
 
 
-def test_unknown_parts_of_a_plan(show_changed):
-    out = show_changed(disk=replace(PLAN.disk, checkpoint_bytes=None), published_model="org/model", memory=UNKNOWN)
+def test_unknown_parts_of_a_plan(capsys):
+    out = show_changed(
+        capsys, disk=replace(PLAN.disk, checkpoint_bytes=None), published_model="org/model", memory=UNKNOWN
+    )
     assert "\ndisk: a checkpoint unknown before the first, at most 2 at a time, " in out
     assert "\nmodel: org/model is not on this machine; sizes are planned from its published config.json\n" in out
     assert "Install" not in out
     assert "memory:" not in out
 
 
-def test_memory_table_has_phases_parts_sums_and_a_note(capsys, show_changed):
+def test_memory_table_has_phases_parts_sums_and_a_note(capsys):
     show_memory(card(77_400_000_000))
     title, columns, rows = capsys.readouterr().out.partition("\npart ")
     assert " ".join(title.split()) == "Memory of a card, 77.4 GB of it for tensors, GB by phase"
@@ -367,14 +363,14 @@ def test_memory_table_has_phases_parts_sums_and_a_note(capsys, show_changed):
         (UNKNOWN, ""),
     ):
         assert memory_note(plan) == note
-    assert "warm start:" not in show_changed(memory=UNKNOWN, warm_start_memory=UNKNOWN)
-    known = show_changed(memory=UNKNOWN, warm_start_memory=card(3_000_000_000))
+    assert "warm start:" not in show_changed(capsys, memory=UNKNOWN, warm_start_memory=UNKNOWN)
+    known = show_changed(capsys, memory=UNKNOWN, warm_start_memory=card(3_000_000_000))
     assert known.splitlines()[-1] == "warm start: memory: fits, generation needs 2.5 GB"
     assert "\npolicy: gradients  " in known
 
 
-def test_plan_as_json(show_changed):
-    plan = json.loads(out := show_changed(as_json=True))
+def test_plan_as_json(capsys):
+    plan = json.loads(out := show_changed(capsys, as_json=True))
     assert plan["stages"][1] == asdict(PLAN.stages[1])
     assert plan["disk"]["file_systems"][1]["path"] == "/shm"
     assert plan["versions"] == PLAN.versions

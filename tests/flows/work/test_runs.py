@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from html import escape
@@ -18,7 +17,7 @@ from flows.stack.state import FLOW_RUN_COMMAND
 from flows.stages.outputs import write_report
 from flows.work import runs
 from flows.work.open_run import _record_early_end, open_run, record_stop_request, with_absolute_paths
-from flows.work.runs import SAME_COMMAND, STOP_FILE, failure_of, find_named_runs, find_run, resume_hint, status_of
+from flows.work.runs import SAME_COMMAND, STOP_FILE, failure_of, find_folder, find_run, resume_hint, status_of
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError, StopRequestedError
@@ -26,7 +25,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.watchdog import append_failure, failure_from, read_failures
 from rlcore.storage.disk import PAUSED, RESUMED
 from rlcore.storage.documents import READ_BLOCK_BYTES
-from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, RunLock
+from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
 from rlcore.tracking.journal import GPU_SECONDS, Journal
 from rlcore.tracking.lineage import Origin
@@ -107,20 +106,6 @@ def test_state_of_a_run_that_is_worked_on(layout, capsys):
     assert "no process works on it" in capsys.readouterr().out
 
 
-def test_worker_holds_the_lock(layout):
-    run_dir = layout.run_dir
-    assert runs.worker_of(run_dir) is None
-    assert not runs.is_stop_requested(run_dir, None)
-    record_stop_request(run_dir, Holder.me())
-    with RunLock(run_dir):
-        worker = runs.worker_of(run_dir)
-        assert (worker.pid, runs.is_stop_requested(run_dir, worker)) == (os.getpid(), True)
-        assert not runs.is_stop_requested(run_dir, replace(worker, pid=1))
-        assert not runs.is_stop_requested(run_dir, replace(worker, born=worker.born + 1))
-    (run_dir / STOP_FILE).write_text("[]")
-    assert not runs.is_stop_requested(run_dir, Holder.me())
-
-
 def test_resume_hint_names_command_or_flow_run(layout):
     run_dir, me = layout.run_dir, Holder.me()
     assert resume_hint(run_dir) == SAME_COMMAND == "the same command resumes it"
@@ -129,10 +114,12 @@ def test_resume_hint_names_command_or_flow_run(layout):
     (run_dir / RUN_LOCK).write_text(json.dumps(asdict(replace(me, command=f"python {FLOW_RUN_COMMAND}"))))
     unknown = "Retry on its Prefect page resumes it, or Resume if it is suspended"
     known = "`prefect flow-run retry 7f` resumes it, or Retry on its page"
-    for process, expected in ((None, unknown), ([me.pid, me.born], known), ([1, 1.0], unknown)):
-        if process is not None:
-            (run_dir / STOP_FILE).write_text(json.dumps({"process": process, "time": 1.0, "flow_run": "7f"}))
+    assert resume_hint(run_dir) == unknown
+    for process, expected in (([me.pid, me.born], known), ([1, me.born], unknown), ([me.pid, me.born + 1], unknown)):
+        (run_dir / STOP_FILE).write_text(json.dumps({"process": process, "time": 1.0, "flow_run": "7f"}))
         assert resume_hint(run_dir) == expected
+    (run_dir / STOP_FILE).write_text("[]")
+    assert resume_hint(run_dir) == unknown
 
 
 def test_state_of_an_idle_run(layout):
@@ -220,31 +207,24 @@ def test_size_of_folder(tmp_path):
     assert runs.size_of(tmp_path / "run") == 15 + link.lstat().st_size
 
 
-Made = Callable[..., RunLayout]
+def make_run(root: Path, run_id: str) -> Path:
+    config = load_config([f"paths.root={root}", f"run_id={run_id}"], experiment="debug")
+    layout = RunLayout.of(config)
+    layout.run_dir.mkdir(parents=True)
+    Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
+    return layout.run_dir
 
 
-@pytest.fixture
-def make_run(tmp_path: Path) -> Made:
-
-    def make(run_id: str, *overrides: str) -> RunLayout:
-        config = load_config([f"paths.root={tmp_path}", f"run_id={run_id}", *overrides], experiment="debug")
-        layout = RunLayout.of(config)
-        layout.run_dir.mkdir(parents=True)
-        Origin(with_absolute_paths(config, layout)).write(layout.run_dir)
-        return layout
-
-    return make
-
-
-def test_run_is_named_by_folder_id_or_prefix(make_run, tmp_path):
-    one, two, long = (make_run(name).run_dir for name in ("sum-1", "sum-2", "sum-10"))
+def test_run_is_named_by_folder_id_or_prefix(tmp_path):
+    one, two, long = (make_run(tmp_path, name) for name in ("sum-1", "sum-2", "sum-10"))
     (tmp_path / "runs" / "empty").mkdir()
     assert runs.all_runs(tmp_path) == [one, long, two]
-    assert find_named_runs([str(one), "sum-1", "sum-10", "sum-2"], tmp_path) == [one, one, long, two]
+    found = [find_folder(name, tmp_path) for name in (str(one), "sum-1", "sum-10", "sum-2")]
+    assert found == [one, one, long, two]
     only = tmp_path / "other" / "runs" / "div-7"
     only.mkdir(parents=True)
     (only / "run.json").touch()
-    assert find_named_runs(["d", "div-"], tmp_path / "other") == [only, only]
+    assert {find_folder(name, tmp_path / "other") for name in ("d", "div-")} == {only}
     for name, problem in (
         ("sum", "sum: is a prefix of several run ids"),
         ("div", "div: is neither the folder nor the id of a run"),
@@ -253,7 +233,7 @@ def test_run_is_named_by_folder_id_or_prefix(make_run, tmp_path):
         known = f"{tmp_path}/runs has: sum-1, sum-10, sum-2. "
         known += "Name one of them, or another workspace (--root, paths.root)."
         with pytest.raises(DataError, match=f"^{re.escape(f'{problem}; {known}')}$"):
-            find_named_runs([name], tmp_path)
+            find_folder(name, tmp_path)
     for root, count, named in (
         (tmp_path / "nothing", 0, r"none\. Name"),
         (tmp_path, 5, r"run-0, .*, run-4, .*, sum-2\. Name"),
@@ -263,37 +243,28 @@ def test_run_is_named_by_folder_id_or_prefix(make_run, tmp_path):
             (tmp_path / "runs" / f"run-{number}").mkdir(exist_ok=True)
             (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
         with pytest.raises(DataError, match=rf"{root}/runs has: {named}"):
-            find_named_runs(["other"], root)
+            find_folder("other", root)
 
 
-def test_run_is_found_by_name_or_settings(make_run, tmp_path):
-    layout = make_run("sum-1")
-    for words in (["sum-1"], [str(layout.run_dir)], ["experiment=debug", "run_id=sum-1"]):
+def test_run_is_found_by_name_or_settings(tmp_path):
+    run_dir = make_run(tmp_path, "sum-1")
+    for words in (["sum-1"], [str(run_dir)], ["experiment=debug", "run_id=sum-1"]):
         config, found = find_run(words, tmp_path)
-        assert (config.run_id, found.run_dir, found.root) == ("sum-1", layout.run_dir, tmp_path)
+        assert (config.run_id, found.run_dir, found.root) == ("sum-1", run_dir, tmp_path)
     for words in (["sum-1", "sum-2"], ["experiment=debug", "sum-1"]):
         with pytest.raises(ConfigError, match=f"^RUN: must be one run, .*; got {' '.join(words)}$"):
             find_run(words, tmp_path)
     with pytest.raises(DataError, match=r"runs/sum-3: there is no such run with these settings"):
         find_run(["experiment=debug", "run_id=sum-3"], tmp_path)
-    odd = shutil.copytree(layout.run_dir, tmp_path / "runs" / "seed=1")
+    odd = shutil.copytree(run_dir, tmp_path / "runs" / "seed=1")
     assert find_run([str(odd)], None)[1].run_dir == odd
 
 
-def test_unusable_settings_and_runs_not_begun(make_run):
-    layout = make_run("sum-1")
-    assert runs.sync(layout.run_dir, None) == runs.Outcome("sum-1", "has not begun", ok=True)
-    layout.run_json.write_text('{"settings": {"from_tomorrow": 1}}')
-    message = rf"^{layout.run_json}: cannot be read \(.*\); use the version of Millrace that wrote it"
-    with pytest.raises(DataError, match=message):
-        runs.read_settings(layout.run_dir)
-
-
-def test_root_without_store(make_run, tmp_path):
+def test_root_without_store(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    make_run("sum-1")
+    run_dir = make_run(tmp_path, "sum-1")
     message = f"--search 'x': there is no MLflow store ({uri}) to search; name another --root"
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         runs.find_runs([], "x", tmp_path, TrackingConfig())
-    assert runs.find_runs(["sum-1", "sum-1"], "", tmp_path, TrackingConfig()) == [tmp_path / "runs" / "sum-1"]
+    assert runs.find_runs(["sum-1", "sum-1"], "", tmp_path, TrackingConfig()) == [run_dir]
     assert not (tmp_path / "mlflow.db").exists()

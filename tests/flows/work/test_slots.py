@@ -220,8 +220,6 @@ def test_wrong_slot_settings_are_reported(tmp_path, capsys):
     for gpus in ("all", "0,0", "-1", ""):
         with pytest.raises(ConfigError, match="--gpus: must be different numbers"):
             slots_command(tmp_path, gpus=gpus, per_gpu=1)
-    with pytest.raises(ConfigError, match=r"runtime.num_workers: must be at most the slots of .*, which has 4; got 5"):
-        Slots(tmp_path).require(5)
     file = tmp_path / "slots" / "slots.json"
     file.unlink()
     file.mkdir()

@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flows.server import launch
+from flows.server.launch import log_tail
 from flows.work import trainer
 from flows.work.protocol import CheckpointSaved, Done, Event, Failed, Note, Progress, RunEvent, Validated, parse_reply
 from flows.work.slots import SlotRequest, Slots
@@ -116,9 +118,11 @@ def is_running(pid: int) -> bool:
 
 
 def test_process_serves_calls_until_closed(start, heard, tmp_path):
-    (tmp_path / "logs").mkdir()
-    for name in ("trainer-3.log", "trainer-1-copy.log"):
-        (tmp_path / "logs" / name).touch()
+    logs = tmp_path / "logs"
+    (logs / "trainer-12.log").mkdir(parents=True)
+    others = ("trainer-2.log", "trainer-10.log", "trainer-13-copy.log", "trainer-.log", "trainer-14.txt")
+    for name in others:
+        (logs / name).touch()
     with start("well") as client:
         assert client.pid is None
         assert client.call("train", to_step=2) == {"step": 2}
@@ -127,7 +131,8 @@ def test_process_serves_calls_until_closed(start, heard, tmp_path):
         assert client.pid == first
     assert heard.steps == [1, 2, 3, 4]
     assert heard.lines == ["ready", "closed"]
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"trainer-{n}.log" for n in ("3", "4", "1-copy")}
+    assert trainer_logs(logs) == {number: logs / f"trainer-{number}.log" for number in (2, 10, 11)}
+    assert len(list(logs.iterdir())) == len(others) + 2
     assert not is_running(first)
 
 
@@ -356,27 +361,25 @@ def test_growing_log_is_read_by_line(tmp_path):
     assert not tail.is_at_end()
     assert (list(tail.new_lines()), tail.rest) == (["three", ""], "four")
     log.unlink()
-    assert (list(tail.new_lines()), tail.is_at_end(), tail.last_lines(3)) == ([], True, [])
+    assert (list(tail.new_lines()), tail.is_at_end()) == ([], True)
+    assert log_tail(log) == f"The end of {log}:"
 
 
 def test_large_log_is_read_in_pieces(tmp_path, monkeypatch):
     log = tmp_path / "trainer-1.log"
     log.write_bytes(b"one\n\n  \ntwo\nthree\n")
-    assert [LogTail(log).last_lines(number) for number in (2, 9)] == [["two", "three"], ["one", "two", "three"]]
+    assert log_tail(log).splitlines()[1:] == ["    one", "    two", "    three"]
     monkeypatch.setattr(trainer, "MAX_READ_BYTES", 9)
     tail = LogTail(log)
     assert list(tail.new_lines()) == ["one", "", "  "]
     assert not tail.is_at_end()
     assert list(tail.new_lines()) == ["two", "three"]
     assert tail.is_at_end()
-    assert tail.last_lines(9) == ["wo", "three"]
-
-
-def test_logs_have_numbers_of_their_processes(tmp_path):
-    for name in ("trainer-2.log", "trainer-10.log", "trainer-3-copy.log", "trainer-.log", "trainer-4.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / "trainer-11.log").mkdir()
-    assert trainer_logs(tmp_path) == {2: tmp_path / "trainer-2.log", 10: tmp_path / "trainer-10.log"}
+    monkeypatch.setattr(launch, "MAX_TAIL_BYTES", 9)
+    monkeypatch.setattr(launch, "NUM_LAST_LINES", 1)
+    log.write_bytes(b"already in use\ntw\r99%\r100%\r\n\n")
+    assert log_tail(log) == f"The end of {log}:\n    100%"
+    assert log_tail(log, {"100%": "Be glad."}).startswith("Be glad. The end of")
 
 
 def test_trainer_has_module_path_of_its_flow(tmp_path, monkeypatch):
