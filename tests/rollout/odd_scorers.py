@@ -55,10 +55,6 @@ def waits_for_a_file(response: str, ground_truth: Mapping[str, object]) -> float
     return 1.0
 
 
-def right_if_short(response: str, ground_truth: Mapping[str, object]) -> Score:
-    return Score(float(len(response) < 5), {"length": float(len(response))})
-
-
 def fails_on_odd_lengths(response: str, ground_truth: Mapping[str, object]) -> float:
     if len(response) % 2:
         raise RuntimeError("an odd length")
