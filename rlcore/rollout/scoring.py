@@ -61,7 +61,7 @@ class ScoringProcess:
         # Standard streams are not inherited, since a child would keep a dead run's log open.
         with theirs:
             weights = json.dumps(config.weights)
-            arguments = (str(theirs.fileno()), scorer, str(config.deadline_s), str(int(first_call)), weights)
+            arguments = (str(theirs.fileno()), scorer, str(int(first_call)), weights)
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlcore.rollout.scoring_worker", *arguments],
                 pass_fds=[theirs.fileno()],
