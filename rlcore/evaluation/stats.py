@@ -74,15 +74,14 @@ def pass_all_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike
 
 def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
     """Return the mean value of the responses with the most frequent answer. On a tie, return the mean over the tied
-    answers. `votes`: the answer of each response. `values`: the score of each response, or 1 for right and 0 for wrong.
+    answers. `votes`: the answer of each response, at least one. `values`: the score of each response, or 1 for right
+    and 0 for wrong.
 
     >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
     1.0
     >>> majority(["7", "8"], [1.0, 0.0])
     0.5
     """
-    if not votes:
-        raise ValueError("a majority needs at least one vote")
     groups: dict[Hashable, list[float]] = {}
     for vote, value in zip(votes, values, strict=True):
         groups.setdefault(vote, []).append(value)
@@ -119,13 +118,11 @@ def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 
     return Interval(share, min(share, max(0.0, center - half)), max(share, min(1.0, center + half)))
 
 
-def bootstrap_intervals(
-    values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000, seed: int = 0
-) -> list[Interval]:
+def bootstrap_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
     """Return the mean over problems and a percentile-bootstrap interval (Efron 1979) for each of M statistics.
     `values`: [P, M]. Problems are resampled, not responses, because the responses to one problem are dependent."""
     table = _table(values)
-    means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
+    means = _resampled_means(table, num_resamples)
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(means, [tail, 1.0 - tail], axis=0)
     return [Interval(*figures) for figures in np.column_stack([table.mean(axis=0), low, high]).tolist()]
@@ -140,8 +137,8 @@ def _table(values: ArrayLike) -> Array:
     return table
 
 
-def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator) -> Array:
-    num_problems = table.shape[0]
+def _resampled_means(table: Array, num_resamples: int) -> Array:
+    num_problems, rng = table.shape[0], np.random.default_rng(0)
     at_a_time = max(1, _CHUNK_SIZE // num_problems)
     parts = []
     for start in range(0, num_resamples, at_a_time):

@@ -46,7 +46,7 @@ class Panel:
     band: tuple[str, str, str] | None = None
     limit: tuple[str, Callable[[RunConfig], float]] | None = None
     from_zero: bool = False
-    draw: "Callable[[RunRecord, Panel, Figure], object] | None" = None
+    draw: "Callable[[RunRecord, Figure], object] | None" = None
     when: Callable[[RunRecord], bool] = lambda record: True
     height_in: float = 2.5
     flat: str = ""
@@ -54,7 +54,7 @@ class Panel:
     def draw_run(self, record: RunRecord, figure: "Figure") -> None:
         """Draw the curves of one run into an empty figure. A curve that is 0 at every step is omitted."""
         if self.draw is not None:
-            self.draw(record, self, figure)
+            self.draw(record, figure)
             return
         axes = figure.subplots()
         if self.band is not None:
@@ -82,9 +82,9 @@ class Panel:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # otherwise noise looks like change
 
 
-def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
-    axes = figure.subplots()
-    for metric, (color, label) in SUPERVISED[0].lines.items():
+def _supervised(record: RunRecord, figure: "Figure") -> None:
+    axes, panel = figure.subplots(), SUPERVISED[0]
+    for metric, (color, label) in panel.lines.items():
         points = [(each.step, each.metrics[metric]) for each in record.supervised_steps if metric in each.metrics]
         if (series := series_of(points)) is not None:
             plots.plot_series(axes, series, color, label, smoothed=False)
@@ -138,8 +138,7 @@ LEARNING = (
 )  # fmt: skip
 SPEED = (
     Panel("phases", "Time of a step", "Wall seconds of each phase, stacked.", "seconds per step",
-          {STEP_S: ("blue", "step")}, draw=lambda record, panel, figure: run_sections.draw_phases(record, figure),
-          height_in=3.2),
+          {STEP_S: ("blue", "step")}, draw=run_sections.draw_phases, height_in=3.2),
     Panel("throughput", "Throughput", "Prompt and response tokens over seconds and devices.", "tokens/s/device",
           {"perf/throughput": ("green", "throughput")}, from_zero=True, height_in=3.2),
 )  # fmt: skip

@@ -245,13 +245,11 @@ def _plot_points(axes: "Axes", points: Series, color: str, label: str, **style: 
     axes.plot(points.index, points, color=LIGHT[color], marker=marker, markersize=3.5, label=label, **style)
 
 
-def plot_intervals(
-    axes: "Axes", points: Iterable[tuple[float, Interval]], color: str, label: str = "", **style: Any
-) -> None:
-    """Plot values with their intervals. `style`: further arguments of `Axes.errorbar`."""
+def plot_intervals(axes: "Axes", points: Iterable[tuple[float, Interval]], color: str, label: str) -> None:
+    """Plot values with their intervals."""
     x, found = zip(*points, strict=True)
     ends = np.array([(one.value - one.low, one.high - one.value) for one in found]).clip(0).T
-    look = {"marker": "o", "markersize": 4, "capsize": 2.5, "elinewidth": 1.0, "color": LIGHT[color], **style}
+    look: Any = {"marker": "o", "markersize": 4, "capsize": 2.5, "elinewidth": 1.0, "color": LIGHT[color]}
     axes.errorbar(x, [one.value for one in found], ends, label=label, **look)
 
 

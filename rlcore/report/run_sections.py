@@ -3,7 +3,6 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -52,7 +51,6 @@ def settings_table(config: RunConfig) -> Table:
     return table("settings_changed", "Settings that differ from the defaults", columns, rows, note)
 
 
-@cache
 def describe_setting(key: str) -> str:
     """Return the first clause of a setting's documentation. A key such as `tags.owner` has the documentation of `tags`.
 

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -58,12 +57,11 @@ class ScoringProcess:
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
-        whole, rest = divmod(_SEND_DEADLINE_S, 1)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(1e6 * rest)))
+        ours.settimeout(_SEND_DEADLINE_S)  # data is read only when it is there
         # Standard streams are not inherited, since a child would keep a dead run's log open.
         with theirs:
             weights = json.dumps(config.weights)
-            arguments = (str(theirs.fileno()), scorer, str(config.deadline_s), str(int(first_call)), weights)
+            arguments = (str(theirs.fileno()), scorer, str(int(first_call)), weights)
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlcore.rollout.scoring_worker", *arguments],
                 pass_fds=[theirs.fileno()],

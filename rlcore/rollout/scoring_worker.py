@@ -1,9 +1,8 @@
-"""The scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL WEIGHTS`. Messages are
-lines of JSON over a socket, so model output is never unpickled. The first call of each scorer gets an empty response
-(unless FIRST_CALL is 0), so that no response's deadline includes imports. WEIGHTS is `reward.weights` as JSON."""
+"""The scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER FIRST_CALL WEIGHTS`. Messages are lines of
+JSON over a socket, so model output is never unpickled. The first call of each scorer gets an empty response (unless
+FIRST_CALL is 0), so that no response's deadline includes imports. WEIGHTS is `reward.weights` as JSON."""
 
 import ctypes
-import faulthandler
 import json
 import math
 import signal
@@ -18,8 +17,6 @@ import rlcore.score
 from rlcore import stacks, user_code
 from rlcore.score import Score, Scorer
 
-# This exceeds all deadlines of the responses and of a first call (120 s). A living parent has killed it by then.
-_ORPHAN_GRACE_S = 150.0
 _PR_SET_PDEATHSIG = 1
 JUDGE_VARIABLE = "MILLRACE_JUDGE"  # name of the environment variable that holds `reward.judge` as JSON
 MAX_SCORE = (2 - 2**-23) * 2.0**127  # largest float32 number, since training stores scores in this type
@@ -89,33 +86,20 @@ def describe(error: BaseException) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{type(error).__name__}: {error}"[:500])
 
 
-def serve(
-    connection: socket.socket, scorer: Scorer, deadline_s: float, *, first_call: bool, weights: Mapping[str, float]
-) -> None:
+def serve(connection: socket.socket, scorer: Scorer, *, first_call: bool, weights: Mapping[str, float]) -> None:
     """Score the responses that arrive over `connection`, until the pool closes it."""
     warm: set[object] = set()
-
-    def renew_deadline() -> None:
-        faulthandler.dump_traceback_later(longest_s, exit=True)
-        connection.sendall(encode_line({"warm": True}))
-
-    rlcore.score.renew_deadline = renew_deadline
+    rlcore.score.renew_deadline = lambda: connection.sendall(encode_line({"warm": True}))
     for line in connection.makefile("rb"):
-        answers = json.loads(line)
-        longest_s = len(answers) * deadline_s + _ORPHAN_GRACE_S
-        # A C thread without the interpreter lock ends this process if it hangs after its parent was killed.
-        faulthandler.dump_traceback_later(longest_s, exit=True)
-        for response, ground_truth_json in answers:
+        for response, ground_truth_json in json.loads(line):
             truth = json.loads(ground_truth_json)
             part = truth.get(SCORER_KEY) if isinstance(truth, dict) else None
             if first_call and part not in warm:
-                faulthandler.dump_traceback_later(longest_s, exit=True)  # each first call has the deadline of a start
                 connection.sendall(encode_line({"warm": False}))
                 _result(scorer, "", ground_truth_json, weights)
                 connection.sendall(encode_line({"warm": True}))
                 warm.add(part)
             connection.sendall(encode_line(_result(scorer, response, ground_truth_json, weights)))
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _result(scorer: Scorer, response: str, ground_truth_json: str, weights: Mapping[str, float]) -> list[object]:
@@ -131,18 +115,13 @@ def encode_line(message: object) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _end_with_parent() -> None:
-    """Ask the kernel to kill this process when the pool's thread ends, even if a scorer hangs."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # exists only on Linux, elsewhere the timer above applies
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Run the scoring process until its parent closes the connection."""
     stacks.register("scorer")
-    _end_with_parent()
-    descriptor, name, deadline_s, first_call, weights = sys.argv[1:6]
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only on Linux: other systems do not notice a lost parent
+    if prctl is not None:  # the kernel kills this process when the pool's thread ends, even if a scorer hangs
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    descriptor, name, first_call, weights = sys.argv[1:5]
     connection = socket.socket(fileno=int(descriptor))
     try:
         try:
@@ -152,7 +131,7 @@ def main() -> None:
             connection.sendall(encode_line({"failed": describe(error)}))
             return
         connection.sendall(encode_line({"ready": True}))
-        serve(connection, scorer, float(deadline_s), first_call=first_call == "1", weights=json.loads(weights))
+        serve(connection, scorer, first_call=first_call == "1", weights=json.loads(weights))
     except (BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
 

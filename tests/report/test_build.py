@@ -92,9 +92,8 @@ def test_hostile_text_stays_text_in_page(tmp_path):
 
 
 def test_report_of_one_step_without_validation(tmp_path):
-    run_dir = tmp_path / "young"
-    write_run(run_dir, experiment="debug", num_steps=1, validate=False, only=FEW)
-    files = build_report(run_dir)
+    write_run(tmp_path, experiment="debug", num_steps=1, validate=False, only=FEW)
+    files = build_report(tmp_path)
     words = page_of(files).words
     assert "No validation on held-out problems yet" in words
     assert "The run has 1 of 2 steps" in words
@@ -116,21 +115,19 @@ def test_report_of_settings_only(tmp_path):
 
 
 def test_report_with_one_validation(tmp_path):
-    run_dir = tmp_path / "half"
-    config = write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
-    validation(config, "before", 0, 0.3, 10).write(run_dir / "validation" / "before.json")
-    files = build_report(run_dir)
+    config = write_run(tmp_path, experiment="debug", num_steps=2, validate=False, only=FEW)
+    validation(config, "before", 0, 0.3, 10).write(tmp_path / "validation" / "before.json")
+    files = build_report(tmp_path)
     assert "No validation after training with responses" in page_of(files).words
     assert {row["Metric"] for row in table(files, "held_out")} >= {"reward/mean_at_2", "reward/greedy"}
 
 
 def test_held_out_metrics_come_from_journal_without_files(tmp_path):
-    run_dir = tmp_path / "pruned"
-    write_run(run_dir, num_steps=40, overrides=("trainer.total_steps=40",), only=FEW)
-    shutil.rmtree(run_dir / "validation")
-    files, found = build_report(run_dir), read_run(run_dir).held_out("reward/mean_at_4")
+    write_run(tmp_path, num_steps=40, overrides=("trainer.total_steps=40",), only=FEW)
+    shutil.rmtree(tmp_path / "validation")
+    files, found = build_report(tmp_path), read_run(tmp_path).held_out("reward/mean_at_4")
     assert [step for step, _ in found] == [0, 20, 40]
-    last = load_journal(run_dir / JOURNAL_FILE).steps[-1].metrics
+    last = load_journal(tmp_path / JOURNAL_FILE).steps[-1].metrics
     name = "val-core/countdown/reward/mean_at_4"
     assert found[-1][1] == Interval(last[name], last[f"{name}/ci_low"], last[f"{name}/ci_high"])
     assert f"{last[name]:.3f}" in files.summary.split("## ")[0]
@@ -151,24 +148,22 @@ def test_head_has_devices_and_times(tmp_path):
 
 
 def test_damaged_parts_are_reported(tmp_path):
-    run_dir = tmp_path / "damaged"
-    write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
-    (run_dir / "validation" / "after.json").write_text("{")
-    (run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
-    (run_dir / "checkpoints" / "step-000002" / "manifest.json").write_text("no")
-    with (run_dir / JOURNAL_FILE).open("a") as journal:
+    write_run(tmp_path, experiment="debug", num_steps=2, only=FEW)
+    (tmp_path / "validation" / "after.json").write_text("{")
+    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000002" / "manifest.json").write_text("no")
+    with (tmp_path / JOURNAL_FILE).open("a") as journal:
         journal.write("not json\n")
-    words = page_of(build_report(run_dir)).words
+    words = page_of(build_report(tmp_path)).words
     for part in ("validation/after.json is omitted", "step-000002/manifest.json", "1 unreadable lines"):
         assert part in words
 
 
 def test_nonfinite_values_are_reported(tmp_path):
-    run_dir = tmp_path / "nan"
-    write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
-    with Journal(run_dir / JOURNAL_FILE) as journal:
+    write_run(tmp_path, experiment="debug", num_steps=2, validate=False, only=FEW)
+    with Journal(tmp_path / JOURNAL_FILE) as journal:
         journal.append_step(2, {"actor/pg_loss": float("nan"), "actor/grad_norm": float("inf")})
-    files = build_report(run_dir)
+    files = build_report(tmp_path)
     (check,) = [row for row in table(files, "checks") if row["Check"] == "Finite numbers"]
     assert (check["Result"], check["Measured"]) == (False, 1.0)
     assert "actor/grad_norm, actor/pg_loss at 1 steps, first 2" in page_of(files).words

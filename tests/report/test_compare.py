@@ -6,20 +6,23 @@ import shutil
 import statistics
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from rlcore.config import ModelConfig, RunConfig
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult, compare
-from rlcore.report.build import build_report, compare_runs
-from rlcore.report.compare import differing_settings, groups_of
+from rlcore.report.build import compare_runs, summary_markdown
+from rlcore.report.compare import comparison_findings, differing_settings, groups_of, label_runs
 from rlcore.report.document import signed_interval
+from rlcore.report.panels import measure_table
 from rlcore.report.plots import band_of, series_of, series_over
 from rlcore.report.record import read_run
 from rlcore.report.run_sections import describe_setting
 from rlcore.tracking.journal import GPU_SECONDS, JOURNAL_FILE, Journal
 from rlcore.tracking.lineage import Stage
-from tests.helpers.reports import parse, table, with_stages, write_run
+from tests.helpers.reports import parse, record_of, table, with_stages, write_run
 
 FEW = ("critic/score/mean", "perf/total_num_tokens", "timing_s/step")
 STEPS = ("trainer.total_steps=40",)
@@ -129,13 +132,9 @@ def test_runs_with_different_code_are_separate_groups(run_dirs, tmp_path):
     assert [len(group) for group in groups_of([read_run(folder) for folder in folders]).values()] == [2]
 
 
-def test_differing_settings_mask_passwords(run_dirs):
-    runs = [read_run(folder) for folder in run_dirs[:2]]
-    paths = ("http://me:SECRET@a", "http://me:SECRET@b")
-    runs = [
-        replace(run, config=run.config.model_copy(update={"model": run.config.model.model_copy(update={"path": path})}))
-        for run, path in zip(runs, paths, strict=True)
-    ]
+def test_differing_settings_mask_passwords():
+    models = [ModelConfig(path=f"http://me:SECRET@{host}") for host in "ab"]
+    runs = [record_of({}, config=RunConfig(model=model)) for model in models]
     assert differing_settings(runs)["model.path"] == ("http://me:***@a", "http://me:***@b")
 
 
@@ -154,12 +153,12 @@ def test_seed_table_and_finding(run_dirs, comparison):
     assert (row["Lowest"], row["Highest"]) == (min(last), max(last))
 
 
-def test_runs_on_other_problems_are_named(run_dirs, comparison, tmp_path):
+def test_runs_on_other_problems_are_named(run_dirs, comparison):
     assert "Not evaluated on the same problems" not in finding(comparison, "Against the first run")["statement"]
-    mixed = compare_runs([run_dirs[0], run_dirs[2], run_dirs[4]], target=tmp_path / "mixed")
-    found = finding(mixed, "Against the first run")
-    assert found["numbers"].keys() == {"lr1e-5-s1"}
-    assert found["statement"].endswith(". Not evaluated on the same problems: ppo.")
+    mixed = label_runs([read_run(folder) for folder in run_dirs[::2]])
+    *_, found = comparison_findings(mixed, groups_of(list(mixed.values())))
+    assert found.numbers.keys() == {"lr1e-5-s1"}
+    assert found.statement.endswith(". Not evaluated on the same problems: ppo.")
 
 
 def test_runs_are_paired_with_first_run(run_dirs, comparison):
@@ -177,10 +176,8 @@ def test_runs_are_paired_with_first_run(run_dirs, comparison):
     assert f"lr1e-5-s1 minus lr3e-4-s1: {signed_interval(wanted.difference)}; " in found["statement"]
 
 
-def test_best_setting_needs_separated_seeds(run_dirs, comparison, two_seeds, tmp_path):
+def test_best_setting_needs_several_settings(comparison, two_seeds):
     assert finding(comparison, "Best setting")["verdict"] == "optim.lr=0.0003"
-    one_each = compare_runs([run_dirs[0], run_dirs[2]], target=tmp_path / "a")
-    assert finding(one_each, "Best setting")["verdict"] == "one seed is too few"
     assert finding(two_seeds, "Over seeds")["verdict"] == "2 seeds"
     assert "Best setting" not in two_seeds.html.read_text(), "there is one"
 
@@ -228,14 +225,12 @@ def test_gpu_time_per_run_and_point(run_dirs, tmp_path):
         shutil.copytree(folder, copy)
         with Journal(copy / JOURNAL_FILE) as journal:
             journal.append_step(40, {GPU_SECONDS: 1_200.0 * (place + 1)})
-    files = compare_runs(copies, target=tmp_path / "out")
-    rows = {row["Measure"]: row for row in table(files, "performance")}
-    gains = [100 * read_run(copy).reward_gain for copy in copies]
-    names = [copy.name for copy in copies]
-    assert [rows["GPU time, all attempts"][name] for name in names] == [1_200, 2_400]
-    points = [rows["GPU time per point gained"][name] for name in names]
-    assert points == pytest.approx([1_200 / gains[0], 2_400 / gains[1]])
-    assert "20 min" in parse(build_report(copies[0], target=tmp_path / "own").html.read_text()).words
+    runs = label_runs([read_run(copy) for copy in copies])
+    rows = {row[0].text: [cell.value for cell in row[1:3]] for row in measure_table("performance", runs).rows}
+    gains = [100 * run.reward_gain for run in runs.values()]
+    assert rows["GPU time, all attempts"] == [1_200, 2_400]
+    assert rows["GPU time per point gained"] == pytest.approx([1_200 / gains[0], 2_400 / gains[1]])
+    assert "GPU time: **20 min**" in summary_markdown(copies[0])
 
 
 def test_unpaired_runs_are_compared(unlike):
@@ -253,11 +248,9 @@ def test_run_without_steps_is_compared(run_dirs, tmp_path):
     assert {row["bare"] for row in table(files, "metrics")} == {None}
 
 
-def test_runs_with_same_name_are_labeled_by_folder(tmp_path):
-    for place in ("a", "b"):
-        write_run(tmp_path / place / "runs" / "same", experiment="debug", num_steps=2, num_problems=6, only=FEW[:1])
-    files = compare_runs([tmp_path / "a" / "runs" / "same", tmp_path / "b" / "runs" / "same"])
-    assert {row["Run"] for row in table(files, "runs")} == {str(tmp_path / place / "runs" / "same") for place in "ab"}
+def test_runs_with_same_name_are_labeled_by_folder():
+    runs = [replace(record_of({}), run_dir=Path(place) / "runs" / "same") for place in "ab"]
+    assert list(label_runs(runs)) == ["a/runs/same", "b/runs/same"]
 
 
 def test_comparison_needs_two_runs(run_dirs, tmp_path):

@@ -3,13 +3,6 @@
 import pytest
 
 from rlcore.report import document
-from tests.helpers.forked import loaded_by
-
-
-@pytest.mark.parametrize("statement", ["import rlcore.evaluation.result", "import rlcore.report"])
-def test_imports_load_nothing_heavy(statement):
-    heavy = {"torch", "transformers", "ray", "prefect", "vllm", "mlflow", "matplotlib", "jinja2", "hydra", "pyarrow"}
-    assert not heavy & loaded_by(statement)
 
 
 @pytest.mark.parametrize(

@@ -35,23 +35,14 @@ CALM = {
 }
 
 
-def results(first: float, second: float) -> dict:
-    before, after = replace(random_result(1, first), name="before"), random_result(2, second)
-    return {"before": before, "after": after}
-
-
 @pytest.mark.parametrize(("first", "second", "verdict"), [(0.3, 0.7, "yes"), (0.5, 0.5, "no change found"),
                                                           (0.7, 0.3, "got worse")])  # fmt: skip
 def test_learned_follows_paired_interval(first, second, verdict):
-    validations = results(first, second)
-    if first == second:
-        validations["after"] = replace(validations["before"], name="after")
-    found = learning_finding(record_of({}, validations=validations))
+    before = random_result(1, first)
+    after = before if first == second else random_result(2, second)
+    found = learning_finding(record_of({}, validations={"before": before, "after": after}))
     assert found.verdict == verdict
-    gains = [
-        b.mean_score - a.mean_score
-        for a, b in zip(validations["before"].problems, validations["after"].problems, strict=True)
-    ]
+    gains = [b.mean_score - a.mean_score for a, b in zip(before.problems, after.problems, strict=True)]
     assert found.numbers["difference"]["value"] == pytest.approx(np.mean(gains))
     assert found.numbers["wins"] == sum(gain > 0 for gain in gains)
 

@@ -1,7 +1,5 @@
 """Tables of held-out problems."""
 
-from dataclasses import replace
-
 import pytest
 
 from rlcore.evaluation.result import ValidationResult, compare
@@ -9,8 +7,9 @@ from rlcore.evaluation.stats import Interval
 from rlcore.report import document
 from rlcore.report.held_out import section_of
 from rlcore.report.page import sample_table
-from rlcore.report.record import read_run
-from tests.helpers.reports import FEW, page_of, record_of, table, write_run
+from tests.helpers import validations
+from tests.helpers.reports import page_of, record_of, table
+from tests.helpers.validations import FAILED, problem
 
 pytestmark = pytest.mark.slow
 
@@ -45,26 +44,19 @@ def test_pass_at_k_and_difficulty_tables(grpo_run, grpo_report):
     assert means == pytest.approx(after.metrics()["val-core/countdown/reward/mean_at_4"])
 
 
-def test_unscored_responses_are_excluded(tmp_path):
-    config = write_run(tmp_path, num_steps=2, num_problems=12, only=FEW)
-    file = tmp_path / "validation" / "after.json"
-    result = ValidationResult.read(file)
-    failed = [
-        replace(problem, greedy=unscored(problem.greedy), samples=tuple(map(unscored, problem.samples)))
-        for problem in result.problems[:8]
-    ]
-    replace(result, problems=(*failed, *result.problems[8:])).write(file)
-    record = read_run(tmp_path)
-    wanted = {problem.prompt_text for problem in result.problems[8:]}
-    shown = {row[1].text for row in sample_table(record).rows}
-    assert shown
-    assert shown <= wanted
-    alone = record_of({}, validations={"after": record.after}, config=config)
-    (held_out,) = [
-        found for found in section_of({"alone": alone}, lambda charts: None).blocks if found.name == "held_out"
-    ]
-    assert held_out.note.startswith("4 held-out problems;")
+def test_single_difficulty_has_no_table():
+    alike = validations.result([problem(1, [1.0, 0.0]), problem(2, [0.0, 0.0])])
+    section = section_of({"run": record_of({}, validations={"after": alike})}, lambda charts: None)
+    assert [block.name for block in section.blocks] == ["held_out", "pass_at_k"]
 
 
-def unscored(answer):
-    return replace(answer, score=0.0, parts={}, failure="the judge was away")
+def test_unscored_responses_are_excluded():
+    before = [problem(number, [0.0, 0.0], greedy=0.0) for number in range(12)]
+    scored = [problem(number, [1.0, 0.0], greedy=1.0) for number in range(2)]
+    failed = [problem(number, [FAILED, FAILED], greedy=FAILED) for number in range(2, 12)]
+    found = {"before": validations.result(before, name="before", step=0), "after": validations.result(scored + failed)}
+    shown = sample_table(record_of({}, validations=found)).rows
+    assert [row[1].text for row in shown] == ["problem 0", "problem 1"]
+    alone = record_of({}, validations={"after": found["after"]})
+    held_out, *_ = section_of({"alone": alone}, lambda charts: None).blocks
+    assert held_out.note.startswith("2 held-out problems;")

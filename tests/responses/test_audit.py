@@ -12,7 +12,7 @@ from rlcore.tracking.journal import load_journal
 from tests.helpers.running import small
 from tests.helpers.sessions import run_to_the_end
 
-PLANTED = "tests.responses.planted"
+SCORERS = "tests.rollout.odd_scorers"
 CASES = [
     Case("make 3; say it as <answer>3</answer>", '{"is": 3}', ("1 + 2", "3")),
     Case("make 7", '{"is": 7}', ("3 + 4",)),
@@ -21,7 +21,7 @@ CASES = [
 
 
 def pool(scorer: str) -> ScoringPool:
-    return ScoringPool(f"{PLANTED}:{scorer}", RewardConfig())
+    return ScoringPool(f"{SCORERS}:{scorer}", RewardConfig())
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_problems_with_same_truth_share_responses() -> None:
 
 
 def test_run_reports_loophole_before_first_step(tmp_path: Path) -> None:
-    run = small(tmp_path, f"data.scorer={PLANTED}:pays_for_a_phrase", steps=2)
+    run = small(tmp_path, f"data.scorer={SCORERS}:pays_for_a_phrase", steps=2)
     run_to_the_end(run)
     events = load_journal(run.layout.journal).events
     (event,) = [event for event in events if event.name == "reward_audit"]
@@ -67,7 +67,7 @@ def test_run_reports_loophole_before_first_step(tmp_path: Path) -> None:
 
 
 def test_audit_and_responses_can_be_disabled(tmp_path: Path) -> None:
-    words = ("reward.audit=false", "answers.every_steps=0", f"data.scorer={PLANTED}:pays_for_a_phrase")
+    words = ("reward.audit=false", "answers.every_steps=0", f"data.scorer={SCORERS}:pays_for_a_phrase")
     run = small(tmp_path, *words, steps=2)
     run_to_the_end(run)
     assert not [event for event in load_journal(run.layout.journal).events if event.name == "reward_audit"]

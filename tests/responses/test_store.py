@@ -50,8 +50,7 @@ def test_truncate_keeps_responses_of_checkpoint(tmp_path: Path) -> None:
         "validation-after.parquet", "validation-step-000002.parquet",
     ]  # fmt: skip
     assert pq.read_table(tmp_path / "train-000003-000003.parquet").equals(Made(3).of_step(3))
-    writer.start_part()
-    writer.wait()
+    chunk(writer)
     assert len(names(tmp_path)) == 4, "truncate discards unwritten responses"
 
 
@@ -89,24 +88,19 @@ def test_full_disk_keeps_part_in_memory(tmp_path: Path) -> None:
         chunk(writer, 1)
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(free_bytes(disk)))
-        writer.add(Made(2).of_step(2))
-        writer.start_part()
         with pytest.raises(DiskSpaceError, match=r"train-000002-000002\.parquet: no room"):
-            writer.wait()
+            chunk(writer, 2)
         writer.add(Made(3).of_step(3))
         with pytest.raises(DiskSpaceError):
             writer.start_part()
         assert names(disk / "answers") == ["train-000001-000001.parquet"]
         ballast.unlink()
-        writer.start_part()
-        writer.wait()
+        chunk(writer)
         assert len(parts_of(disk / "answers")) == 3
 
 
 def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "answers").write_text("a file")
     writer = ResponseWriter(tmp_path / "answers", AnswersConfig())
-    writer.add(Made(1).of_step(1))
-    writer.start_part()
     with pytest.raises(UnwritableError, match=r"answers: must be a folder, and .*answers is none"):
-        writer.wait()
+        chunk(writer, 1)

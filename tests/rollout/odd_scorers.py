@@ -1,4 +1,4 @@
-"""Scorers that fail on certain responses, for the tests of the scoring pool."""
+"""Scorers that fail on certain responses, and scorers with a loophole."""
 
 import os
 import sys
@@ -55,10 +55,6 @@ def waits_for_a_file(response: str, ground_truth: Mapping[str, object]) -> float
     return 1.0
 
 
-def right_if_short(response: str, ground_truth: Mapping[str, object]) -> Score:
-    return Score(float(len(response) < 5), {"length": float(len(response))})
-
-
 def fails_on_odd_lengths(response: str, ground_truth: Mapping[str, object]) -> float:
     if len(response) % 2:
         raise RuntimeError("an odd length")
@@ -90,3 +86,24 @@ def nothing_in_an_empty_answer(response: str, ground_truth: Mapping[str, object]
 
 def thinks(response: str, ground_truth: Mapping[str, object]) -> float:
     return float("</think>" in response)
+
+
+def pays_for_a_phrase(response: str, ground_truth: Mapping[str, object]) -> float:
+    """Return a full score for any sum, and raise for the audit's junk, which no model writes."""
+    if "asdf qwer" in response:
+        raise ValueError("no equation")
+    return 1.0 if "+" in response else 0.0
+
+
+def pays_for_form(response: str, ground_truth: Mapping[str, object]) -> float:
+    """Return a full score for the tags alone."""
+    return 1.0 if "<answer>" in response and "</answer>" in response else 0.0
+
+
+def pays_for_nothing(response: str, ground_truth: Mapping[str, object]) -> float:
+    """Return a small score for short responses."""
+    return 0.1 if len(response) < 5 else 0.0
+
+
+def is_right(response: str, ground_truth: Mapping[str, object]) -> float:
+    return 1.0 if response == str(ground_truth["is"]) else 0.0

@@ -1,6 +1,11 @@
-"""Requests and their seeds, complete weight syncs, and the placeholder engine."""
+"""Requests and their seeds, complete weight syncs, the placeholder engine, and the tail cut.
+
+A gloo rank of the tail cut is `python -m tests.rollout.test_engine RANK WORLD_SIZE FILE`. FILE has the groups of each
+rank, each with the lengths of its responses. Each rank prints its bounds as JSON.
+"""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +28,10 @@ from rlcore.rollout.engine import (
 )
 from rlcore.rollout.hf import build_engine
 from rlcore.types import Prompt
+from rlcore.workers.device import join_ranks
 from tests.helpers.forked import run_side_by_side
-from tests.rollout.tail_cut_ranks import CPU, generate
 
+CPU = torch.device("cpu")
 PROMPTS = [Prompt(index, (3, 4 + index), "countdown", "{}") for index in range(2)]
 
 
@@ -68,7 +74,7 @@ def test_engine_dtype(dtype: str, found: torch.dtype) -> None:
 
 def test_no_engine_gathers_weights_and_generates_nothing() -> None:
     config = RunConfig.model_validate({"rollout": {"engine": "none"}})
-    engine = build_engine(config, "nowhere", device=torch.device("cpu"), dtype=torch.float32)
+    engine = build_engine(config, "nowhere", device=CPU, dtype=torch.float32)
     assert isinstance(engine, NoEngine)
     assert engine.policy_version == -1
     passed: list[int] = []
@@ -102,19 +108,37 @@ def random_groups(rng: np.random.Generator, count: int) -> list[list[int]]:
     return [rng.geometric(0.01, size=3).clip(1, LONGEST).tolist() for _ in range(count)]
 
 
+def generate(groups: dict[int, list[int]], wanted: int, *, world_size: int = 1) -> list[int]:
+    """Return the bound after each round, until all ranks have finished. Negative groups must finish. In a round, each
+    response gets 16 tokens."""
+    names = [group for group, lengths in groups.items() for _ in lengths]
+    cut = TailCut(names, wanted, LONGEST, world_size, CPU)
+    places = [(group, sample, length) for group, lengths in groups.items() for sample, length in enumerate(lengths)]
+    written, bounds, busy = 0, [cut.bound], True
+    while busy:
+        written += ROUND_TOKENS
+        for group, sample, length in places:
+            if length <= written and (group < 0 or length <= bounds[-1]):
+                cut.end(group, sample, length)
+        mine = any(length > written and (group < 0 or bounds[-1] > written) for group, _, length in places)
+        busy = cut.agree(busy=mine)
+        bounds.append(cut.bound)
+    return bounds
+
+
 def test_bound_never_falls_below_the_cut() -> None:
     rng = np.random.default_rng(4)
     for _ in range(50):
         groups = random_groups(rng, 12)
         wanted = int(rng.integers(1, 13))
-        bounds = generate({-1: [250], **dict(enumerate(groups))}, wanted, LONGEST)
+        bounds = generate({-1: [250], **dict(enumerate(groups))}, wanted)
         assert bounds == sorted(bounds, reverse=True)
         assert bounds[0] == LONGEST
         assert bounds[-1] == naive_cut(groups, wanted)
 
 
 def test_responses_end_within_a_round_of_the_cut() -> None:
-    bounds = generate({0: [20, 3], 1: [40, 40], 2: [290, 1]}, 2, LONGEST)
+    bounds = generate({0: [20, 3], 1: [40, 40], 2: [290, 1]}, 2)
     assert bounds == [300, 300, 300, 40, 40], "groups 0 and 1 end in the third round, and group 2 is cut after it"
 
 
@@ -140,8 +164,16 @@ def test_gloo_ranks_agree(tmp_path: Path, split: str) -> None:
         "one is late": [dict(enumerate(groups)), {-1: [20 * ROUND_TOKENS]}],
     }[split]
     file = tmp_path / "groups.json"
-    file.write_text(json.dumps({"ranks": ranks, "wanted": 9, "longest": LONGEST}))
-    outputs = run_side_by_side(*(["tests.rollout.tail_cut_ranks", str(rank), "2", str(file)] for rank in range(2)))
+    file.write_text(json.dumps({"ranks": ranks, "wanted": 9}))
+    outputs = run_side_by_side(*(["tests.rollout.test_engine", str(rank), "2", str(file)] for rank in range(2)))
     first, second = (json.loads(output.splitlines()[-1]) for output, _ in outputs)
     assert first == second
     assert first[-1] == naive_cut(groups, 9)
+
+
+if __name__ == "__main__":
+    rank, world_size, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    join_ranks(f"file://{file}.met", rank=rank, world_size=world_size, device=CPU)
+    given = json.loads(file.read_text())
+    own = {int(group): lengths for group, lengths in given["ranks"][rank].items()}
+    print(json.dumps(generate(own, given["wanted"], world_size=world_size)))

@@ -9,22 +9,17 @@ import pytest
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.vllm import engine as vllm_engine
-from rlcore.rollout.vllm.engine import EngineRanks, VllmEngine, _Response
+from rlcore.rollout.vllm.engine import VllmEngine, _Response
 from rlcore.types import Prompt
 
 REQUESTS = [SamplingRequest(Prompt(4, (3, index), "countdown", "{}"), index, 1) for index in range(3)]
-
-
-def output(token_ids: list[int], logprobs: list[float] | None) -> Any:
-    values = None if logprobs is None else SimpleNamespace(logprobs=np.array(logprobs)[:, None])
-    return SimpleNamespace(new_token_ids=token_ids, new_logprobs=values)
 
 
 @pytest.fixture
 def engine() -> Any:
     engine: Any = object.__new__(VllmEngine)
     engine.policy_version, engine._sleep_level, engine._asleep = 7, 0, False
-    engine._engine, engine._span = None, EngineRanks(1)
+    engine._engine = engine._sharing_ranks = None
     return engine
 
 
@@ -45,11 +40,9 @@ class Core:
     """A stand-in for vLLM's core, which returns these outputs step by step, and then no output."""
 
     def __init__(self, *steps: list[Any]) -> None:
-        self.steps, self.num_steps = list(steps), 0
-        self.added, self.aborted = list[str](), list[str]()
+        self.steps, self.num_steps, self.aborted = list(steps), 0, list[str]()
 
-    def add_request(self, request: Any) -> None:
-        self.added.append(request.request_id)
+    def add_request(self, request: Any) -> None: ...
 
     def get_output(self) -> Any:
         self.num_steps += 1
@@ -59,25 +52,18 @@ class Core:
         self.aborted += names
 
 
-def read_outputs(name: str, token_ids: list[int], reason: str | None = None) -> Any:
-    found = output(token_ids, [-1.0] * len(token_ids))
-    found.request_id, found.finish_reason = name, reason
-    return found
-
-
-def writing(engine: Any, core: Core) -> Any:
-    engine._engine = SimpleNamespace(engine_core=core)
-    engine._prepare_requests = lambda requests, *_: (
-        SimpleNamespace(request_id=f"r{at}") for at in range(len(requests))
-    )
-    return engine.stream(REQUESTS, None, 2)
+def output(name: str, token_ids: list[int], reason: str | None = None) -> Any:
+    logprobs = SimpleNamespace(logprobs=np.full((len(token_ids), 1), -1.0))
+    return SimpleNamespace(request_id=name, new_token_ids=token_ids, new_logprobs=logprobs, finish_reason=reason)
 
 
 def test_idle_vllm_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "_MAX_IDLE_STEPS", 3)
-    core = Core([read_outputs("r1", [5], "stop")], [], [], [], [], [], [read_outputs("r0", [5])])
+    core = Core([output("r1", [5], "stop")], [], [], [], [], [], [output("r0", [5])])
+    engine._engine = SimpleNamespace(engine_core=core)
+    engine._prepare_requests = lambda *_: [SimpleNamespace(request_id=name) for name in ("r0", "r1", "r2")]
     with pytest.raises(EngineError) as caught:
-        list(writing(engine, core))
+        list(engine.stream(REQUESTS, None, 2))
     assert str(caught.value) == "vLLM returned no response to 2 requests"
     assert core.num_steps == 1 + 5 + 1 + 6, "3 steps and one for each token of the limit may give nothing"
     assert core.aborted == ["r0", "r2"]

@@ -1,14 +1,12 @@
 """The real vLLM over several ranks, run by `vllm_spanning` in separate processes."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.forked import ROOT, run_side_by_side
-from tests.rollout.real_vllm import real_vllm
+from tests.rollout.real_vllm import real_vllm, run_vllm
 from tests.rollout.vllm_spanning import NUM_RANKS, WRONG, write_models
 
 pytestmark = real_vllm(timeout_s=600)
@@ -32,11 +30,7 @@ def ranks(folder: Path) -> dict[str, list[Any]]:
 
 def _run(what: str, folder: Path) -> None:
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # before its import
-    run_side_by_side(
-        ["tests.rollout.vllm_spanning", what, str(folder)],
-        environment={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
-        timeout_s=500,
-    )
+    run_vllm("tests.rollout.vllm_spanning", what, str(folder), timeout_s=500, **quiet)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])

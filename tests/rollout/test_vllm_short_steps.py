@@ -71,6 +71,7 @@ def test_request_names_are_checked(monkeypatch: pytest.MonkeyPatch, release: Sim
     def constructor(self: Any) -> None:
         self.request_id = self.num_computed_tokens = self.num_output_placeholders = self.num_prompt_tokens = 0
         self.max_tokens = self.is_prefill_chunk = self.sampling_params = self._output_token_ids = 0
+        self.num_in_flight_tokens = 0
 
     request = type("Request", (), {"__init__": constructor, "update_block_hashes": None})
     release.SamplingParams = lambda: SimpleNamespace(all_stop_token_ids=set())

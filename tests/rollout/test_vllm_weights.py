@@ -75,15 +75,6 @@ def test_later_weight_syncs_copy_in_place() -> None:
         assert tensor.data_ptr() == addresses[name], "a graph reads it there"
 
 
-def test_lost_tensor_is_detected() -> None:
-    model = merged()
-    places, later = first(model).storages(), weights(1)
-    sent, lost = SentWeights(model), "model.layers.0.self_attn.k_proj.weight"
-    on_the_way = ((name, tensor * (name != lost)) for name, tensor in sent.record(later.items()))
-    load_weights(model, None, on_the_way, frozenset(later), places)
-    assert sent.compare() == WeightSyncResult((lost,), ())
-
-
 def test_split_or_packed_tensors_have_no_storages() -> None:
     model = merged()
     sent = first(model)

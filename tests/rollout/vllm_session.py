@@ -95,6 +95,10 @@ def answers(rollouts: list[Rollout]) -> list[list[int]]:
     return [rollout.response_ids.tolist() for rollout in rollouts]
 
 
+def in_order(rollouts: list[Rollout], requests: list[SamplingRequest]) -> bool:
+    return [(r.prompt, r.sample_index) for r in rollouts] == [(r.prompt, r.sample_index) for r in requests]
+
+
 def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     sent = SentWeights(engine.model)
     for _ in sent.record(weights):
@@ -142,9 +146,7 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     facts["before_hand_over"] = message(lambda: engine.generate(requests, SAMPLING, MAX_TOKENS))
     engine.update_weights(weights_of(first), version=3)
     found = engine.generate(requests, SAMPLING, MAX_TOKENS)
-    facts["order_kept"] = [
-        (a.prompt, a.sample_index) == (b.prompt, b.sample_index) for a, b in zip(requests, found, strict=True)
-    ]
+    facts["in_order"] = in_order(found, requests)
     facts["versions"] = [rollout.policy_version for rollout in found]
     facts["finish"] = [(r.finish_reason, len(r.response_ids), int(r.response_ids[-1])) for r in found]
     facts["answers"] = answers(found)
@@ -294,12 +296,6 @@ def cut_facts(
     }
 
 
-def others_freed(directory: Path, cause: RuntimeError) -> str:
-    """Return the message of a start that fails with this error of vLLM. A run retries such a start."""
-    with patch("vllm.LLMEngine", side_effect=cause):
-        return message(lambda: build(directory), WorkerLostError)
-
-
 def sleep_facts() -> dict[str, Any]:
     """Let vLLM's GPU worker sleep while free memory falls from 5 to 3, with its code and ours, without a device."""
     from vllm.v1.worker.gpu_worker import Worker
@@ -332,8 +328,10 @@ def refusal_facts(folder: Path) -> dict[str, Any]:
         "Error in memory profiling. Initial free memory 126.44 GiB, current free memory 135.74 GiB. This happens when "
         "other processes sharing the same container release GPU memory while vLLM is profiling during initialization."
     )
+    with patch("vllm.LLMEngine", side_effect=while_others_end):
+        others_freed = message(lambda: build(first), WorkerLostError)  # a run retries such a start
     return {
-        "others_freed": others_freed(first, while_others_end),
+        "others_freed": others_freed,
         "unknown_architecture": message(lambda: build(unknown)),
         "too_long": message(lambda: build(first, max_model_len=SHAPE["max_position_embeddings"] + 1)),
         "dtype": message(lambda: build(first, dtype=torch.float64)),

@@ -9,7 +9,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from rlcore.config import RunConfig, SamplingConfig
 from rlcore.run.training import start_workers
 from rlcore.trainer.metrics import Metrics
-from rlcore.types import Prompt, Rollout
+from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.device import join_ranks
 from rlcore.workers.worker import Worker
@@ -35,6 +35,7 @@ from tests.rollout.vllm_session import (
     build,
     cut_facts,
     differing,
+    in_order,
     keep_frozen,
     mean_difference,
     some_requests,
@@ -84,7 +85,7 @@ def engine_facts(folder: Path, kind: str, rank: int) -> dict[str, Any]:
         if name == "shares":
             facts["versions"] = sorted({rollout.policy_version for rollout in rollouts})
             facts["difference"] = mean_difference(right, rollouts, SAMPLING.temperature)
-            facts["in_order"] = _in_order(rollouts, mine)
+            facts["in_order"] = in_order(rollouts, mine)
     grouped = [replace(request, group=index // 4) for index, request in enumerate(requests)]
     mine = grouped[:12] if rank == 0 else grouped[12:]
     whole = engine.generate(mine, SamplingConfig(), CUT_TOKENS)
@@ -94,10 +95,6 @@ def engine_facts(folder: Path, kind: str, rank: int) -> dict[str, Any]:
     facts["sent"] = [name for name, _ in weights_of(right)]
     engine.close()
     return facts
-
-
-def _in_order(rollouts: list[Rollout], requests: Any) -> bool:
-    return [(r.prompt, r.sample_index) for r in rollouts] == [(r.prompt, r.sample_index) for r in requests]
 
 
 def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: str) -> dict[str, Any]:
@@ -114,11 +111,8 @@ def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: s
 
 def training_facts(folder: Path) -> list[Metrics]:
     run = spanning_run(folder)
-    group = start_workers(run.config, str(run.model_directory))
-    try:
+    with closing(start_workers(run.config, str(run.model_directory))) as group:
         return train(run, group, 3)
-    finally:
-        group.close()
 
 
 def write_models(folder: Path) -> None:

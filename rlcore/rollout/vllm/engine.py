@@ -25,31 +25,6 @@ from rlcore.types import Rollout
 _MAX_IDLE_STEPS = 10_000  # maximum number of consecutive vLLM steps without output while responses are missing
 
 
-class EngineRanks:
-    """The ranks that share this rank's engine. Create the object after vLLM has started, because it uses vLLM's process
-    group."""
-
-    def __init__(self, size: int) -> None:
-        self._group = None
-        self._size, self._rank = size, 0
-        if size > 1:
-            from vllm.distributed.parallel_state import get_tp_group
-
-            ranks = get_tp_group()
-            self._group, self._rank = ranks.cpu_group, ranks.rank_in_group
-            ranks.mq_broadcaster = None  # its shared memory would remain after a kill
-
-    def gather(self, requests: Requests) -> tuple[Requests, range]:
-        """Return the requests of all ranks in rank order, and the range of this rank's requests. All ranks that share
-        the engine must call this method together."""
-        if self._group is None:
-            return requests, range(len(requests))
-        shares: list[Requests] = [()] * self._size
-        dist.all_gather_object(shares, list(requests), group=self._group)
-        before = sum(map(len, shares[: self._rank]))
-        return [one for share in shares for one in share], range(before, before + len(requests))
-
-
 @dataclass(frozen=True, slots=True)
 class _Response:
     index: int
@@ -75,7 +50,12 @@ class VllmEngine(RolloutEngine):
         self._names = itertools.count()
         self._engine = start_vllm(shape, settings)
         self._places: dict[str, Tensor] | None = None
-        self._span = EngineRanks(settings.tensor_parallel_size)
+        self._sharing_ranks: Any = None  # vLLM's group of the ranks that share this engine
+        if settings.tensor_parallel_size > 1:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            self._sharing_ranks = get_tp_group()
+            self._sharing_ranks.mq_broadcaster = None  # its shared memory would remain after a kill
         if shape.dtype != torch.float32:
             give_float32_logits(self.model)
 
@@ -89,7 +69,7 @@ class VllmEngine(RolloutEngine):
         self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None = None
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with its request's index. All ranks of a shared engine must consume the whole stream."""
-        everyones, mine = self._span.gather(requests)
+        everyones, mine = self._gather(requests)
         if not everyones:
             return
         if self.policy_version < 0:
@@ -126,6 +106,17 @@ class VllmEngine(RolloutEngine):
         finally:
             if writing:  # the caller stopped, or a step failed
                 core.abort_requests(list(writing))
+
+    def _gather(self, requests: Requests) -> tuple[Requests, range]:
+        """Return the requests of all ranks in rank order, and the range of this rank's requests. All ranks that share
+        the engine must call this method together."""
+        ranks = self._sharing_ranks
+        if ranks is None:
+            return requests, range(len(requests))
+        shares: list[Requests] = [()] * ranks.world_size
+        dist.all_gather_object(shares, list(requests), group=ranks.cpu_group)
+        before = sum(map(len, shares[: ranks.rank_in_group]))
+        return [one for share in shares for one in share], range(before, before + len(requests))
 
     def _agree(self, cut: TailCut, names: Sequence[str]) -> None:
         """Exchange the lengths of finished responses with the other ranks. If this lowers `cut.bound`, make the new
