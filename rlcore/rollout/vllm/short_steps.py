@@ -28,16 +28,17 @@ SCHEDULER_NAMES = {
 }
 """The scheduler's attributes that short steps use, by object. A key is the path from the scheduler to the object."""
 REQUEST_NAMES = (
-    "request_id num_computed_tokens num_output_placeholders num_in_flight_tokens num_prompt_tokens max_tokens "
-    "is_prefill_chunk sampling_params update_block_hashes _output_token_ids _all_token_ids"
+    "request_id num_computed_tokens num_output_placeholders num_prompt_tokens max_tokens is_prefill_chunk "
+    "sampling_params update_block_hashes _output_token_ids _all_token_ids"
 )
 """The attributes of a request that short steps use."""
 SAMPLING_NAMES = "all_stop_token_ids repetition_detection"  # attributes of a request's sampling parameters
 REQUEST_CHANGES = frozenset(
     {"num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "next_decode_eligible_step"}
 )
-"""The attributes of a request that vLLM is expected to change when it schedules a token. If vLLM changes another
-attribute, short steps are disabled. Elements that are appended to a list do not count as a change."""
+"""The attributes of a request that vLLM is expected to change when it schedules a token. `num_in_flight_tokens` exists
+in releases after 0.25. If vLLM changes another attribute, short steps are disabled. Elements that are appended to a
+list do not count as a change."""
 SCHEDULER_CHANGES = frozenset({"current_step", "num_executed_steps", "prefill_capacity_bound"})
 """The numbers and texts in the scheduler that vLLM is expected to change when it schedules a token. If vLLM changes
 another number or text, short steps are disabled. `num_executed_steps` exists in releases after 0.32."""
@@ -132,6 +133,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             self._disable_short_steps(reason)
         self._block_tokens = 1 if reason else self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._placeholders: int | None = None  # per scheduled token, None until a step shows it
+        self._counts_in_flight = False  # in each request, after release 0.25
         self._example: Any = None  # vLLM's order of a step with one token each
         self._may_be_short = False  # whether the last full step allows a short one
         self._rows: _Rows | None = None
@@ -206,6 +208,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             self._disable_short_steps(f"vLLM {vllm.__version__} also changes {', '.join(sorted(unknown))} in each step")
             return order
         self._placeholders = seen.num_output_placeholders - before[0]["num_output_placeholders"]
+        self._counts_in_flight = "num_in_flight_tokens" in before[0]
         shared = {"num_common_prefix_blocks": [0]} if hasattr(order, "num_common_prefix_blocks") else {}
         cached = replace(order.scheduled_cached_reqs, new_token_ids=[], all_token_ids={})
         self._example = replace(order, scheduled_new_reqs=[], scheduled_cached_reqs=cached, **shared)
@@ -320,7 +323,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             request._all_token_ids.extend(written)
             request.num_computed_tokens += count
             request.num_output_placeholders += self._placeholders * (count - taken)
-            request.num_in_flight_tokens += count - taken
+            if self._counts_in_flight:
+                request.num_in_flight_tokens += count - taken
             kept_ids, kept_logprobs = self._kept.setdefault(request.request_id, ([], []))
             kept_ids.extend(written)
             kept_logprobs.extend(values)
