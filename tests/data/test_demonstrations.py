@@ -190,7 +190,7 @@ def tool_tokenizer(trained_bpe, tmp_path):
 
 
 def test_end_of_text_may_be_the_declared_unknown_token(trained_bpe, tmp_path):
-    """As in GPT-2, whose byte-level model never writes an unknown token."""
+    """GPT-2 declares it so, and its byte-level model never writes an unknown token."""
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=None)
     declared = folder / "tokenizer_config.json"
     declared.write_text(json.dumps({**json.loads(declared.read_text()), "unk_token": "<|im_end|>"}))
