@@ -67,24 +67,31 @@ def test_stages_in_one_folder_have_equal_settings(overrides: tuple[str, ...]) ->
     apart = {"data.task", "warm_start.demonstrations"}  # another dataset, a file that is there
     apart |= set() if overrides else {"data.environment"}  # no reward ends a stage there
     keys = [key for key in leaves(base) if key in all_keys() and key not in apart]
-    refused = []
-    for key in keys:
-        names, settings = set(), set()
-        for config in (RunConfig.model_validate(base), changed(base, key)):
-            rows = config.data.model_dump(mode="json", exclude={"scorer", "environment"})
-            filtered = Path("filtered") / fingerprint("rows", [rows, config.filter, config.episode.tools])
-            names.add(policy.initial_policy_fingerprint(config, filtered))
-            settings.add(settings_fingerprint(policy.stage_settings(config, 512)))
-        if len(settings) > len(names):
-            refused.append(key)
+
+    def stage_of(config: RunConfig) -> tuple[str, str]:
+        rows = config.data.model_dump(mode="json", exclude={"scorer", "environment"})
+        filtered = Path("filtered") / fingerprint("rows", [rows, config.filter, config.episode.tools])
+        settings = settings_fingerprint(policy.stage_settings(config, 512))
+        return policy.initial_policy_fingerprint(config, filtered), settings
+
+    name, settings = stage_of(RunConfig.model_validate(base))
+    others = {key: stage_of(changed(base, key)) for key in keys}
     assert len(keys) > 100
-    assert refused == []
+    assert [key for key, other in others.items() if other[0] == name and other[1] != settings] == []
 
 
 def test_fingerprint_ignores_unused_settings() -> None:
     assert fingerprint_with(filtered=Path("filtered/fedcba9876543210")) != fingerprint_with()
     unread = ("optim.lr=0.5", "rollout.max_num_seqs=3", "reward.deadline_s=9", "validation.sampling.temperature=0.5")
     assert fingerprint_with(*unread) == fingerprint_with()
+
+
+def test_another_model_at_the_path_makes_another_policy(tmp_path: Path) -> None:
+    names, config = [], RunConfig(model=ModelConfig(path=str(tmp_path)))
+    for weights in ("first", "second", "first"):
+        (tmp_path / "model.safetensors").write_text(weights)
+        names.append(policy.initial_policy_fingerprint(config, FILTERED))
+    assert names[0] == names[2] != names[1]
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +120,14 @@ def test_damaged_export_is_refused(prepared: SmallRun, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(prepared.model_directory, model)
     edit_manifest(model, fingerprint=model.name)  # as an export, which is called `model`
-    overrides = ["experiment=debug", f"model.path={model}", "warm_start.enabled=false"]
-    assert policy.find_initial_policy(load_config(overrides), FILTERED) is not None
+    config = load_config(["experiment=debug", f"model.path={model}", "warm_start.enabled=false"])
+    assert policy.known_initial_policy(config, prepared.inputs).steps == 3
     flip(model / "model.safetensors")
     refused = r"^model\.path: .*model\.safetensors: hash must be.*delete its manifest\.json"
     with pytest.raises(ModelError, match=refused):
-        policy.find_initial_policy(load_config(overrides), FILTERED)
+        policy.known_initial_policy(config, prepared.inputs)
     (model / "manifest.json").unlink()
-    assert policy.find_initial_policy(load_config(overrides), FILTERED) is None
+    assert policy.known_initial_policy(config, prepared.inputs) == policy.InitialPolicy(model, cached=True)
 
 
 def test_digests_cover_weights_settings_and_tokenizer(tmp_path: Path) -> None:
