@@ -1,4 +1,4 @@
-"""The journal: written and read."""
+"""The journal, written and read, and the GPU-seconds in it."""
 
 import json
 import math
@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.tracking.journal import Journal, load_journal, missing_steps, read_journal
+from rlcore.tracking.journal import (
+    GPU_SECONDS,
+    CostMeter,
+    GpuUse,
+    Journal,
+    gpu_seconds,
+    load_journal,
+    missing_steps,
+    read_journal,
+)
 from tests.helpers.forked import loaded_by
 
 
@@ -114,3 +123,39 @@ def test_any_names_and_values_round_trip(tmp_path_factory: pytest.TempPathFactor
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
             wanted.setdefault(step, {}).update(finite)
     assert {record.step: dict(record.metrics) for record in read_journal(path)} == wanted
+
+
+def test_seconds_of_ranks_are_summed(path: Path):
+    meter = CostMeter(path)
+    assert meter.metrics([GpuUse(1, 10), GpuUse(1, 11)]) == {GPU_SECONDS: 21}
+    assert meter.metrics([GpuUse(1, 20), GpuUse(1, 21)]) == {GPU_SECONDS: 41}
+    # after a restart of the group, the seconds of its previous ranks count
+    assert meter.metrics([GpuUse(2, 50), GpuUse(2, 50)]) == {GPU_SECONDS: 141}
+
+
+def test_cpu_has_no_gpu_seconds(path: Path):
+    assert CostMeter(path).metrics([]) == {}
+    with Journal(path) as journal:
+        journal.append_step(1, {"actor/lr": 0.1})
+    assert gpu_seconds(path) is None
+
+
+def test_resume_adds_attempts_without_double_counting(path: Path):
+    """Each attempt resumes from the first step and repeats the second."""
+
+    def attempt(checkpoint_bytes: int, *seconds: float) -> int:
+        with Journal(path) as journal:
+            journal.truncate(checkpoint_bytes)
+            meter = CostMeter(path)
+            for place, one in enumerate(seconds):
+                journal.append_step(place + (checkpoint_bytes > 0), meter.metrics([GpuUse(1.0, one)]))
+            return journal.size_bytes
+
+    checkpoint = attempt(0, 10)
+    attempt(checkpoint, 5, 8)
+    assert gpu_seconds(path) == 18
+    attempt(checkpoint, 2, 4)
+    assert gpu_seconds(path) == 22
+    attempt(checkpoint)
+    assert gpu_seconds(path) == 22, "the removed lines count, also without a new line"
+    assert len(list(path.parent.glob("metrics.abandoned-*.jsonl"))) == 2

@@ -1,21 +1,21 @@
 """The trainer's journal and its attempts."""
 
 import json
-import shutil
 from pathlib import Path
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 
 from rlcore.config import RunConfig
 from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus, read_attempts
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.journal import RunJournal, read_journal
 from tests.helpers.forked import loaded_by
-from tests.helpers.mlflow import client_of, main_run, main_runs, points, values_by_step, wait_until
+from tests.helpers.mlflow import main_run, main_runs, points, values_by_step, wait_until
 
 
-def test_trainer_process_does_not_import_mlflow(root: Path, run_dir: Path):
+def test_trainer_process_does_not_import_mlflow(root: Path, run_dir: Path, client: MlflowClient):
     code = (
         "from pathlib import Path; from rlcore.config import RunConfig\n"
         "from rlcore.tracking.journal import RunJournal\n"
@@ -25,18 +25,9 @@ def test_trainer_process_does_not_import_mlflow(root: Path, run_dir: Path):
         "assert t.sync(); assert t.finish('FINISHED', timeout_s=240)"
     )
     assert "mlflow" not in loaded_by(code)
-    client = client_of(root)
     run = main_run(client)
     assert (run.info.status, run.data.tags["stage"]) == ("FINISHED", "train")
     assert points(client, run, "a") == [(step, step / 7) for step in range(1, 21)]
-
-
-@pytest.fixture
-def tracker(offline: RunConfig, run_dir: Path) -> RunJournal:
-    """Return a journal with one step, which begins an attempt."""
-    tracker = RunJournal(run_dir, offline, tags={"stage": "train"})
-    tracker.append_step(1, {"a": 1.0})
-    return tracker
 
 
 def values_of(run_dir: Path) -> list[float]:
@@ -77,7 +68,7 @@ def test_resume_starts_attempt_if_lines_are_removed(tracker: RunJournal, run_dir
     assert values_of(run_dir) == [1.0, 2.5]
 
 
-def test_repeated_steps_are_sent_again(config: RunConfig, root: Path, run_dir: Path):
+def test_repeated_steps_are_sent_again(config: RunConfig, run_dir: Path, client: MlflowClient):
     tracker = RunJournal(run_dir, config, tags={})
     tracker.resume_at(0, 0)
     tracker.append_step(1, {"a": 1.0})
@@ -88,7 +79,6 @@ def test_repeated_steps_are_sent_again(config: RunConfig, root: Path, run_dir: P
     tracker.append_step(2, {"a": 2.5})
     tracker.append_step(3, {"a": 3.5})
     assert tracker.finish("FINISHED", timeout_s=90.0)
-    client = client_of(root)
     assert points(client, main_run(client), "a") == [(1, 1.0), (2, 2.0), (2, 2.5), (3, 3.5)]
     assert values_by_step(client, main_run(client), "a") == [(1, 1.0), (2, 2.5), (3, 3.5)]
 
@@ -133,17 +123,13 @@ def test_run_without_attempt_is_not_created(config: RunConfig, run_dir: Path):
     assert not (run_dir / "tracking.json").exists()
 
 
-def test_flow_and_trainer_share_mlflow_run(
-    config: RunConfig, root: Path, run_dir: Path, tmp_path: Path, empty_store: Path
-):
+def test_flow_and_trainer_share_mlflow_run(config: RunConfig, run_dir: Path, client: MlflowClient, other: Path):
     first = ensure_mlflow_run(run_dir, config, {"stage": "train"}).id
     assert ensure_mlflow_run(run_dir, config, {}).id == first
     assert read_state(run_dir).mlflow_run_id == first
-    assert len(main_runs(client_of(root))) == 1
-    (tmp_path / "other").mkdir()
-    shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
-    address = f"sqlite:///{tmp_path}/other/mlflow.db"
+    assert len(main_runs(client)) == 1
+    address = f"sqlite:///{other}/mlflow.db"
     moved = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"uri": address}))
-    other = ensure_mlflow_run(run_dir, moved, {}).id
-    assert other != first, "another store has its own run"
-    assert (read_state(run_dir).uri, read_state(run_dir).mlflow_run_id) == (address, other)
+    second = ensure_mlflow_run(run_dir, moved, {}).id
+    assert second != first, "another store has its own run"
+    assert (read_state(run_dir).uri, read_state(run_dir).mlflow_run_id) == (address, second)

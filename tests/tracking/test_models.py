@@ -9,6 +9,7 @@ from pathlib import Path
 import mlflow
 import pytest
 
+from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import log_model, model_of, models_of, name_models
@@ -17,18 +18,11 @@ from tests.helpers.mlflow import points
 
 @pytest.fixture
 def model_directory(tmp_path: Path) -> Path:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from rlcore.run.supervised import build_model
 
-    words = {"<pad>": 0, "<eos>": 1, "1": 2, "+": 3}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), eos_token="<eos>", pad_token="<pad>"
-    )
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=4, num_hidden_layers=1, **shape))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    (folder := tmp_path / "model").mkdir()
+    build_model(RunConfig(model={"scratch": {"hidden_size": 16, "num_layers": 1, "max_integer": 20}}), folder)
+    return folder
 
 
 def log_weights(
