@@ -35,7 +35,7 @@ from rlcore.tracking.attempts import FinalStatus, read_attempts
 from rlcore.tracking.connection import explain_error, resolve_uri
 from rlcore.tracking.delivery import MlflowRun, ensure_mlflow_run, is_delivered, sync_run
 from rlcore.tracking.journal import read_journal
-from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
+from rlcore.tracking.lineage import code_diff, environment_facts
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 from rlcore.tracking.models import Alias, Kind, log_model, name_models
 from rlcore.user_code import code_for_run
@@ -115,12 +115,12 @@ def log_run_page(
     The inputs are written if `rows` (dataset, filtered dataset) is given. The results are written if `outcome` (report,
     last and best weights) is given. `prefect` has values for tags, such as `flow_run_id`.
     """
-    tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
-    page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
+    tags = {f"prefect.{key}": value for key, value in prefect.items() if value}
+    page = ensure_mlflow_run(run.layout.run_dir, run.config, tags | run.config.tags)
     known = with_page_address(MlflowContents.read(run.layout), page, run.layout.root)
     run.prefect_view.mlflow_page = known.url  # for the link in Prefect
     if rows is not None:
-        log_start(run, page, tags, *rows)
+        log_start(run, page, *rows)
         known = replace(known, settings=settings_digest(run.config))
     if outcome is not None:
         if not is_delivered(run.layout.run_dir):  # the trainer waits for MLflow only for a short time
@@ -146,9 +146,7 @@ def with_page_address(known: MlflowContents, page: MlflowRun, root: Path) -> Mlf
     return replace(known, mlflow_run_id=page.id, url=url, ui_command="" if url else ui_command)
 
 
-def log_start(
-    run: OpenRun, page: MlflowRun, tags: Mapping[str, str], dataset: StageResult, filtered: StageResult
-) -> None:
+def log_start(run: OpenRun, page: MlflowRun, dataset: StageResult, filtered: StageResult) -> None:
     """Log the tags, settings, machine, code and datasets, which are known before the first step."""
     import pyarrow.parquet as pq
 
@@ -157,7 +155,7 @@ def log_start(
     store, mlflow_run, config, layout = page.store, page.id, run.config, run.layout
     described = environment_facts(run_versions(config.runtime.python))
     facts = {f"env.{name}": value for name, value in described.items() if name != "host"}  # another tag has it
-    store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_for_run(config).fingerprint})
+    store.set_tags(mlflow_run, {**facts, **page.target.tags, "code_fingerprint": code_for_run(config).fingerprint})
     store.log_params(mlflow_run, run.origin.settings.model_dump(mode="json"))  # as the trainer has them
     store.client.log_text(mlflow_run, _masked(to_yaml(run.origin.settings)), "config/settings.yaml")
     store.client.log_artifacts(mlflow_run, str(layout.code), "lineage/code")

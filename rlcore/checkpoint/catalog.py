@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -95,21 +95,16 @@ Verdict = Literal["verified", "not verified", "broken"]
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
     """A checkpoint as described by its manifest. `created`: UTC in ISO 8601. `metrics`: the finite metrics of the step.
-    An unusable folder has the verdict `broken` and a `reason`. Its size, metrics, time and fingerprint are empty."""
+    An unusable folder has the verdict `broken` and a `reason`, and no size, metrics, time and fingerprint."""
 
     step: int
     path: Path
-    size_bytes: int
-    metrics: Mapping[str, float]
-    created: str
-    settings_fingerprint: str
+    size_bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: str = ""
+    settings_fingerprint: str = ""
     verdict: Verdict = "not verified"
     reason: str = ""
-
-    @classmethod
-    def refused(cls, path: Path, step: int, reason: str) -> "CheckpointInfo":
-        """Return the description of a folder that cannot be used."""
-        return cls(step, path, 0, {}, "", "", "broken", reason)
 
     @property
     def name(self) -> str:
@@ -156,7 +151,7 @@ def scan(directory: Path) -> Catalog:
         try:
             checkpoints.append(_info(path, step))
         except CheckpointError as reason:
-            refusals.append(CheckpointInfo.refused(path, step, str(reason)))
+            refusals.append(CheckpointInfo(step, path, verdict="broken", reason=str(reason)))
     return Catalog(tuple(sorted(checkpoints, key=lambda info: info.step)), tuple(refusals))
 
 

@@ -31,7 +31,6 @@ from rlcore.checkpoint.shards import (
     local_part,
     local_parts,
     named_parameters,
-    rank_and_world_size,
     state_name,
 )
 from rlcore.config import LoraConfig, RunConfig
@@ -141,16 +140,15 @@ def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Opt
     """Load saved tensors into `model`, and into `optimizer` unless it is None. The number of ranks that
     saved them may differ from the current number. Raises CheckpointError if files are missing, damaged or of another
     model. After an error, `model` is unusable."""
-    rank, _ = rank_and_world_size()
     with ShardReader(directory) as reader:
-        parts = list(local_parts(model, None, rank=rank))
+        parts = list(local_parts(model, None))
         if (base := BaseRecord.of(model)) is not None:
             base.require(directory)
         _require_same_names(directory, parts, reader.tensors)
         for part in parts:
             reader.fill(part)
         if optimizer is not None:
-            load_optimizer(directory, reader, model, optimizer, rank)
+            load_optimizer(directory, reader, model, optimizer)
 
 
 def _require_same_names(directory: Path, parts: list[LocalPart], stored: Mapping[str, StoredTensor]) -> None:
@@ -182,9 +180,7 @@ def _read_record(directory: Path) -> OptimizerRecord:
         raise CheckpointError(f"{path}: is damaged ({reason!r}). Delete the checkpoint and use another.") from reason
 
 
-def load_optimizer(
-    directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
-) -> None:
+def load_optimizer(directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the saved state into the optimizer, in place if possible. Raises CheckpointError if the state does not fit
     the optimizer."""
     record = _read_record(directory)
@@ -203,13 +199,13 @@ def load_optimizer(
     for number, name in enumerate(name for group in here for name in group):
         keys, numbers = record.state_tensors[name], record.state_numbers[name]
         if keys or numbers:
-            tensors = {key: _state_tensor(reader, optimizer, named[name], name, key, rank) for key in keys}
+            tensors = {key: _state_tensor(reader, optimizer, named[name], name, key) for key in keys}
             packed["state"][number] = {**tensors, **numbers}
     optimizer.load_state_dict(packed)
 
 
 def _state_tensor(
-    reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str, rank: int
+    reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str
 ) -> Tensor:
     """Read one tensor of the optimizer state. A tensor with the shape of its parameter is sharded like the
     parameter."""
@@ -227,7 +223,7 @@ def _state_tensor(
             target = torch.empty_like(parameter, dtype=stored.dtype)
     else:
         target = torch.empty(stored.shape, dtype=stored.dtype)
-    reader.fill(local_part(full_name, target, rank=rank))
+    reader.fill(local_part(full_name, target))
     return target
 
 

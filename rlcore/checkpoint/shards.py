@@ -92,13 +92,13 @@ class LocalPart:
     is_written_here: bool
 
 
-def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
+def local_part(name: str, tensor: Tensor) -> LocalPart:
     """Return this rank's part of a tensor. If several ranks have equal copies, `is_written_here` is true on only one of
     them. For a DTensor, this is the copy at coordinate 0 of each replicated mesh dimension. For any other tensor, it is
     the copy of rank 0. Raises CheckpointError if a placement is not Shard or Replicate."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        return LocalPart(name, shape, Box((0,) * len(shape), shape), tensor.detach(), rank == 0)
+        return LocalPart(name, shape, Box((0,) * len(shape), shape), tensor.detach(), rank_and_world_size()[0] == 0)
     for placement in tensor.placements:
         if type(placement) not in (Shard, Replicate):
             raise CheckpointError(
@@ -120,27 +120,22 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, rank: int) -> Iterator[LocalPart]:
-    """Yield this rank's part of each tensor of the model and its optimizer."""
-    for name, tensor in model_tensors(model):
-        yield local_part(f"model.{name}", tensor, rank=rank)
+def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[LocalPart]:
+    """Yield this rank's part of each tensor: trained parameters and persistent buffers of the model, and the state of
+    its optimizer. A tied weight is yielded once."""
+    for name, parameter in named_parameters(model):
+        if parameter.requires_grad:
+            yield local_part(f"model.{name}", parameter)
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield local_part(f"model.{name.replace(COMPILED, '')}", buffer)
     if optimizer is None:
         return
     for name, parameter in named_parameters(model):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                yield local_part(state_name(name, key), value, rank=rank)
-
-
-def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield trained parameters and persistent buffers with their names. A tied weight is yielded once."""
-    for name, parameter in named_parameters(model):
-        if parameter.requires_grad:
-            yield name, parameter
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            yield name.replace(COMPILED, ""), buffer
+                yield local_part(state_name(name, key), value)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -339,10 +334,9 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
     """Return this rank's shards without copying them. Raises CheckpointError if a DTensor has a placement other than
     Shard or Replicate."""
-    rank, world_size = rank_and_world_size()
-    parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
+    parts = tuple(part for part in local_parts(model, optimizer) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)
-    return RankShards(parts, record, rank, world_size, BaseRecord.of(model))
+    return RankShards(parts, record, *rank_and_world_size(), BaseRecord.of(model))
 
 
 def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:

@@ -209,9 +209,6 @@ class CheckpointStore:
         found = self._search(catalog.checkpoints, hashes=verify, journal=True)
         if found.checkpoint is None:
             found = self._search(catalog.checkpoints, hashes=verify)
-            if found.checkpoint is not None:
-                state = TrainerState.read(found.checkpoint.path / STATE)
-                found = replace(found, journal_problem=journal_problem(state, self._journal))
         refusals = found.refusals + tuple(
             refusal for refusal in catalog.refusals if found.checkpoint is None or refusal.step > found.checkpoint.step
         )
@@ -223,12 +220,12 @@ class CheckpointStore:
         for info in reversed(candidates):
             try:
                 self.verify(info, hashes=hashes)
-                state = TrainerState.read(info.path / STATE)
-                if journal and (problem := journal_problem(state, self._journal)):
+                problem = journal_problem(TrainerState.read(info.path / STATE), self._journal)
+                if problem and journal:
                     raise CheckpointError(f"{info.path}: does not fit the journal. {problem}")
-                return FoundCheckpoint(info, refusals)
+                return FoundCheckpoint(info, refusals, problem)
             except CheckpointError as reason:
-                refusals += (CheckpointInfo.refused(info.path, info.step, str(reason)),)
+                refusals += (CheckpointInfo(info.step, info.path, verdict="broken", reason=str(reason)),)
         return FoundCheckpoint(None, refusals)
 
 

@@ -146,14 +146,6 @@ def planned_initial_policy(config: RunConfig, filtered_directory: Path) -> Path:
     return Path(config.paths.root).resolve() / "models" / initial_policy_fingerprint(config, filtered_directory)
 
 
-def find_initial_policy(config: RunConfig, filtered_directory: Path) -> Manifest | None:
-    """Return the manifest of the initial policy, or None if Millrace has not built it. A damaged folder is renamed, but
-    damage at `model.path` raises ModelError."""
-    if has_configured_model(config):
-        return require_whole_model("model.path", config.model.path)
-    return read_finished_or_set_aside(planned_initial_policy(config, filtered_directory))
-
-
 def has_configured_model(config: RunConfig) -> bool:
     """Return whether training uses the files at `model.path` directly, without a warm start or a conversion."""
     return config.model.path not in (None, SMOLLM2) and not config.warm_start.enabled
@@ -220,11 +212,13 @@ class InitialPolicy:
 
 
 def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy | None:
-    """Return the initial policy if it exists and is intact, otherwise None."""
-    manifest = find_initial_policy(config, inputs.filtered_directory)
-    if manifest is None and not has_configured_model(config):
-        return None
-    return InitialPolicy.of(planned_initial_policy(config, inputs.filtered_directory), manifest, cached=True)
+    """Return the initial policy if it exists and is intact, otherwise None. A damaged folder is renamed, but damage at
+    `model.path` raises ModelError."""
+    folder = planned_initial_policy(config, inputs.filtered_directory)
+    if has_configured_model(config):
+        return InitialPolicy.of(folder, require_whole_model("model.path", config.model.path), cached=True)
+    manifest = read_finished_or_set_aside(folder)
+    return None if manifest is None else InitialPolicy.of(folder, manifest, cached=True)
 
 
 def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:

@@ -1,5 +1,6 @@
 """The reinforcement learning of a run: its workers, its training and its validations."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +21,7 @@ from rlcore.run.layout import RunInputs, suite_fingerprint
 from rlcore.run.problems import HeldOutProblems, Problems
 from rlcore.run.record import RunRecord
 from rlcore.run.training import Training, TrainingWorkers
+from rlcore.score import HELD_OUT_REWARD
 from rlcore.trainer.experience import ExperienceCollector, ResponseSampler, ScoredResponse, all_unscored_error
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.validate import response_results, validate
@@ -160,8 +162,9 @@ class RunTraining(Training):
         rates = self.workers.problems.pass_rates if step == 0 else None
         found: dict[str, float] = {} if rates is None else dict(rates.metrics())
         if self._config.validation.is_due(step, total):
-            result = self.evaluate(name_of(step), step)
-            found, state = {**found, **result.metrics()}, self.record.with_score(state, result)
+            found |= self.evaluate(name_of(step), step).metrics()
+            score = found.get(HELD_OUT_REWARD, -math.inf)
+            state = replace(state, best_metric=score, best_step=step) if score > state.best_metric else state
         for suite in self._config.validation.suites:
             if suite.is_due(step, total):
                 found |= self.evaluate(name_of(step), step, suite).metrics()
@@ -186,7 +189,7 @@ class RunTraining(Training):
             self._require_metrics(result, None)
             self.record.answers.write_validation(name, responses)
             self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.metrics())})
-            self._events.unscored(step, *self.workers.unscored)
+            self.record.record_unscored(step, *self.workers.unscored)
         else:
             result, reason = self.workers.validate_suite(suite, name, step)
             self._require_metrics(result, suite)

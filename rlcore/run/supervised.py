@@ -191,7 +191,6 @@ class SupervisedWorkers(TrainingWorkers):
 class SupervisedTraining(Training):
     """A supervised training that ends at its last step, or earlier if `has_learned` is true."""
 
-    STAGE = WARM_START
     workers: SupervisedWorkers
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
@@ -269,8 +268,8 @@ class WarmStart:
             text = f"{demonstrations.num_dropped:,} demonstrations are {limit}, and left out"
             self._guard.report({"event": "note", "text": text})
         Origin(settings).write(self._layout.run_dir)
-        tags = {"stage": WARM_START, TRAINED_FOR_TAG: self._run_id}
-        record = RunRecord(settings, self._layout, self._guard, tags=tags)
+        tags = {TRAINED_FOR_TAG: self._run_id}
+        record = RunRecord(settings, self._layout, self._guard, stage=WARM_START, tags=tags)
         source = self.base().directory
         workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, demonstrations, source))
         return SupervisedTraining(record, workers)

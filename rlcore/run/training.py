@@ -15,7 +15,7 @@ from rlcore.checkpoint.save import RankSaver
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import AlarmError, RankMemoryError, StopRequestedError, UnscoredError, WorkerLostError
-from rlcore.run.record import Pace, RunEvents, RunRecord
+from rlcore.run.record import Pace, RunRecord
 from rlcore.run.watchdog import StepAbandonedError
 from rlcore.runtime.cluster import restrict_ray
 from rlcore.storage.disk import checkpoint_bytes
@@ -179,14 +179,12 @@ class TrainingWorkers:
 class Training:
     """A training that saves checkpoints. Between calls of `train_to`, the state after the last step stays in memory."""
 
-    STAGE = "train"
     workers: TrainingWorkers
 
     def __init__(self, record: RunRecord, workers: TrainingWorkers) -> None:
         self._config, self._layout = record.config, record.layout
         self.record = record
         self.workers = workers
-        self._events = RunEvents(record, self.STAGE)
         self._stop = record.guard.stop
         self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
@@ -252,14 +250,14 @@ class Training:
             state = LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
             journal_bytes = saved.journal_bytes
         self.record.restore(state.step, journal_bytes)
-        self._events.failures(state.step)
+        self.record.restore_failures(state.step)
         self.workers.load("start" if newest is None else newest.name)
-        self._events.resumed(state.step, found)
+        self.record.report_resume(state.step, found)
         self.record.journal.append_event(WORKERS, state.step, self.workers.found)
         self._saved_step = state.step
         if newest is None:
             metrics, state = self._evaluate(state)
-            self.record.journal.append_step(0, {**metrics, **self._events.cost(self.workers.gpu_uses())})
+            self.record.journal.append_step(0, {**metrics, **self.record.cost_metrics(self.workers.gpu_uses())})
         self._state = state
         return state
 
@@ -273,12 +271,12 @@ class Training:
             self._save_before(state)
             raise StopRequestedError(f"{error}; step {state.step} is saved; start again to resume") from error
         step = result.state.step
-        self._events.shortages(step, result.shortages, self.workers.config.trainer.max_tokens_per_micro_batch)
+        self.record.record_shortages(step, result.shortages, self.workers.config.trainer.max_tokens_per_micro_batch)
         self._metrics, self._state = self._write_line(result)
         pace.tick()
-        self._events.progress(result, to_step, pace)
-        self._events.unscored(step, *self.workers.unscored)
-        self._events.alarms(step, result.alarms)
+        self.record.report_progress(result, to_step, pace)
+        self.record.record_unscored(step, *self.workers.unscored)
+        self.record.record_alarms(step, result.alarms)
         return self._state, result.alarms
 
     def _end_if_fatal(self, state: LoopState, alarms: Sequence[Alarm]) -> None:
@@ -306,7 +304,7 @@ class Training:
         if found:
             metrics |= {"timing_s/testing": time.perf_counter() - begun, **found}
         self._write_responses(result)
-        metrics |= self._events.machine_metrics(self.workers.gpu_uses())
+        metrics |= self.record.machine_metrics(self.workers.gpu_uses())
         if self._seconds_for_saves:
             metrics["timing_s/save_checkpoint"] = self._seconds_for_saves
             self._seconds_for_saves = 0.0

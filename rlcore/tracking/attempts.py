@@ -89,7 +89,7 @@ def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) ->
     """Return the MLflow store and experiment of a run, with the settings and tags to send there. `tags` override the
     run's `lineage_tags`."""
     root, tracking = Path(config.paths.root).absolute(), config.tracking
-    tags = {**lineage_tags(config, stage="train", run_id=run_dir.name), **tags, RUN_ID_TAG: run_dir.name}
+    tags = {**lineage_tags(config, run_dir.name), **tags, RUN_ID_TAG: run_dir.name}
     settings = config.model_dump(mode="json")
     return Destination(resolve_uri(tracking, root), tracking.experiment, os.fspath(root), tags, settings)
 

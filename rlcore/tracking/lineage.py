@@ -108,15 +108,12 @@ def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
     return {"platform": platform.platform(), "host": socket.gethostname(), **versions, **gpu_facts()}
 
 
-def lineage_tags(
-    config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return the tags of a run in MLflow. `prefect`: values of a Prefect flow, such as `flow_run_id`. The setting
-    `tags` overrides tags of the same name."""
+def lineage_tags(config: RunConfig, run_id: str) -> dict[str, str]:
+    """Return the tags of a run in MLflow. The setting `tags` overrides tags of the same name."""
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {
         RUN_ID_TAG: run_id,
-        "stage": stage,
+        "stage": "train",
         "task": config.data.task,
         "algorithm": "sft" if config.is_supervised else config.algo.advantage,
         "policy_loss": config.algo.policy_loss,
@@ -130,7 +127,6 @@ def lineage_tags(
     commit, dirty = code_revision()
     if commit:
         tags |= {"git_commit": commit, "git_dirty": str(dirty).lower(), "mlflow.source.git.commit": commit}
-    tags |= {f"prefect.{key}": value for key, value in (prefect or {}).items() if value}
     return tags | config.tags
 
 

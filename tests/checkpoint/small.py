@@ -8,35 +8,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlcore.checkpoint.shards import rank_shards
 from rlcore.models.memory import OffloadedAdamW
-
-VOCAB = 41  # odd, so that the rows of the embedding are split unevenly
+from tests.models.tiny import CONFIGS, VOCAB
 
 
 class SmallModel(nn.Module):
-    """Qwen2 with tied embeddings, a persistent buffer, and a head of one row, which only one rank holds."""
+    """Qwen2 with tied embeddings of an odd number of rows, which are split unevenly, a persistent buffer, and a head of
+    one row, which only one rank holds."""
 
     def __init__(self, seed: int, *, hidden_size: int = 32, tied: bool = True) -> None:
         super().__init__()
+        config = CONFIGS["qwen2-tied"]()
+        config.update({"hidden_size": hidden_size, "tie_word_embeddings": tied})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model = Qwen2ForCausalLM(
-                Qwen2Config(
-                    vocab_size=VOCAB,
-                    hidden_size=hidden_size,
-                    intermediate_size=48,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                    num_key_value_heads=2,
-                    max_position_embeddings=64,
-                    tie_word_embeddings=tied,
-                    bos_token_id=None,
-                    eos_token_id=1,
-                )
-            )
+            self.model = AutoModelForCausalLM.from_config(config)
             self.value_head = nn.Linear(hidden_size, 1, bias=False)
         self.register_buffer("num_seen", torch.zeros(3, dtype=torch.int64))
         self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)

@@ -12,15 +12,14 @@ from rlcore.checkpoint.load import load_shards
 from rlcore.checkpoint.save import CheckpointSaver, RankSaver, prune
 from rlcore.checkpoint.shards import num_bytes, rank_shards
 from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError, DiskSpaceError
 from tests.checkpoint.small import SmallModel, assert_same, build, state_of, train
-from tests.helpers.checkpoints import SETTINGS, Ranks, save, state_at, steps
+from tests.helpers.checkpoints import Ranks, save, state_at, steps, store_at
 from tests.storage.small_disk import fill
 
 
 def parts(folder: Path, full: Path | None = None) -> tuple[Ranks, CheckpointStore, CheckpointSaver]:
-    store = CheckpointStore(folder / "checkpoints", CheckpointConfig(), SETTINGS)
+    store = store_at(folder)
     return Ranks(full), store, CheckpointSaver(store, lambda needed_bytes, step: None)
 
 
@@ -65,8 +64,7 @@ def test_training_continues_during_a_save(tmp_path, ending):
         assert ended(saver, ending) == step
         assert saver.at == ""
         assert saver.poll() is None, "reported once"
-        newest = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS).latest()
-        assert_same(state_of(*loaded(newest.path)), expected)
+        assert_same(state_of(*loaded(store_at(tmp_path).latest().path)), expected)
 
 
 @pytest.mark.parametrize("ending", ["poll", "settle"])
@@ -147,7 +145,7 @@ def test_error_of_a_rank_is_raised_once(tmp_path):
 def test_save_reports_stages_and_needs_room_for_all_ranks(tmp_path):
     waits: list[Any] = []
     seen: list[str] = []
-    store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
+    store = store_at(tmp_path)
 
     class TwoRanks(Ranks):
         def each(self, verb: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
@@ -197,7 +195,7 @@ def test_save_without_memory_for_a_copy_is_synchronous(tmp_path, monkeypatch):
 
 
 def test_save_prunes_old_checkpoints(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(keep_last=1, keep_best=0), SETTINGS)
+    store = store_at(tmp_path, keep_last=1, keep_best=0)
     ranks, saver = Ranks(), CheckpointSaver(store, lambda needed_bytes, step: None)
     for step in (1, 2):
         begin(saver, step, ranks)
@@ -218,7 +216,8 @@ def test_save_that_cannot_begin_leaves_nothing(tmp_path):
 
 
 def test_failed_prune_is_logged(tmp_path, caplog):
-    store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
+    store = store_at(tmp_path)
     store.directory.write_text("no folder")
     prune(store)
-    assert "old checkpoints were not deleted: " in caplog.text
+    assert f"old checkpoints were not deleted: {store.directory}: cannot be read (" in caplog.text
+    assert "it is unknown whether the run has checkpoints. Restore it as a readable folder." in caplog.text

@@ -9,7 +9,6 @@ from rlcore.checkpoint.save import RankSaver
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.errors import WorkerLostError
 from tests.checkpoint.small import build, train
 from tests.storage.small_disk import fill
 
@@ -31,11 +30,11 @@ def state_at(step: int) -> TrainerState:
     )
 
 
-def save(store: CheckpointStore, step: int, score: float | None = None, content: str = "weights") -> Path:
+def save(store: CheckpointStore, step: int, score: float | None = None) -> Path:
     metrics = {} if score is None else {"val/reward": score}
     with store.writing(state_at(step), metrics) as folder:
         (folder / "policy").mkdir()
-        (folder / "policy" / "rank.safetensors").write_text(f"{content} of {step}")
+        (folder / "policy" / "rank.safetensors").write_text(f"weights of {step}")
     return store.path_of(step)
 
 
@@ -44,20 +43,15 @@ def steps(store: CheckpointStore) -> list[int]:
 
 
 class Ranks:
-    """One rank with a real model. With `full`, that disk becomes full when the rank begins to write. The rank can be
-    lost.
-    """
+    """One rank with a real model. With `full`, that disk becomes full when the rank begins to write."""
 
     def __init__(self, full: Path | None = None) -> None:
         self.model, self.optimizer = build(seed=1)
         train(self.model, self.optimizer, 1)
         self.saver = RankSaver(lambda: {"policy": (self.model, self.optimizer)}, num_ranks=1)
         self.full = full
-        self.is_lost = False
 
     def each(self, verb: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
-        if self.is_lost:
-            raise WorkerLostError("a worker actor died")
         if verb is RankSaver.write and self.full is not None:
             fill(self.full, leave_bytes=50_000)
         return [verb(self.saver, *arguments, **named)]

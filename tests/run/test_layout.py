@@ -120,14 +120,11 @@ def test_needs_of_stages_and_tracking(tmp_path: Path) -> None:
 
 
 def test_needs_of_smollm2_until_it_exists(tmp_path: Path) -> None:
-    def planned(model: str) -> dict[str, int]:
-        config = RunConfig(model={"path": model}, paths={"root": str(tmp_path)})
-        sizes = {"checkpoints_bytes": 0, "num_weights": 1000, "steps_left": 1}
-        needs = disk_needs(config, RunLayout.of(config), has_initial_policy=False, **sizes)
-        return {need.what: need.size_bytes for need in needs}
+    def planned(model: str) -> dict[str, tuple[Path, int]]:
+        return needs_of(tmp_path, f"model.path={model}", has_initial_policy=False)
 
-    assert planned(SMOLLM2)["SmolLM2's weights"] == 4 * 1000
+    assert planned(SMOLLM2)["SmolLM2's weights"] == (Path("models"), 4 * 1000)
     assert "initial policy" not in planned(SMOLLM2)
-    assert "SmolLM2's weights" not in planned(str(tmp_path))
+    assert "SmolLM2's weights" not in planned("owner/name")
     configured_model(RunConfig(model={"path": SMOLLM2}, paths={"root": str(tmp_path)})).mkdir(parents=True)
     assert "SmolLM2's weights" not in planned(SMOLLM2)

@@ -9,7 +9,7 @@ import pytest
 
 from rlcore.checkpoint.catalog import CheckpointInfo, LoopState
 from rlcore.checkpoint.store import FoundCheckpoint
-from rlcore.run.record import Pace, RunEvents, RunRecord
+from rlcore.run.record import Pace, RunRecord
 from rlcore.run.watchdog import Failure, append_failure
 from rlcore.tracking.journal import load_journal
 from rlcore.trainer.metrics import Alarm
@@ -44,7 +44,7 @@ def test_pace_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_progress_event_has_headline_metrics(record: RunRecord, reported: Reported) -> None:
     metrics = {"perf/throughput": 5.0, "critic/score/mean": 0.5, "actor/lr": 1.0}
-    RunEvents(record, "train").progress(StepResult(LoopState(3, 3, 24, 100, 0.1), metrics), 4, Pace(is_warm=False))
+    record.report_progress(StepResult(LoopState(3, 3, 24, 100, 0.1), metrics), 4, Pace(is_warm=False))
     (event,) = reported
     assert math.isnan(float(str(event["eta_s"])))
     assert {name: value for name, value in event.items() if name != "eta_s"} == {
@@ -55,9 +55,9 @@ def test_progress_event_has_headline_metrics(record: RunRecord, reported: Report
 
 
 def test_alarm_is_reported_once_while_it_lasts(record, reported, caplog) -> None:
-    events, loud, other = RunEvents(record, "train"), Alarm("kl", "warn", "kl is 9"), Alarm("grad", "stop", "grad is 8")
+    loud, other = Alarm("kl", "warn", "kl is 9"), Alarm("grad", "stop", "grad is 8")
     for step, alarms in ((1, [loud]), (2, [loud, other]), (3, []), (4, [loud])):
-        events.alarms(step, alarms)
+        record.record_alarms(step, alarms)
     assert [(event["step"], event["alarm"]) for event in reported] == [(1, "kl"), (2, "grad"), (4, "kl")]
     text = "alarm at step 2: grad is 8"
     assert reported[1] == {"event": "alarm", "step": 2, "alarm": "grad", "action": "stop", "text": text}
@@ -66,9 +66,8 @@ def test_alarm_is_reported_once_while_it_lasts(record, reported, caplog) -> None
 
 
 def test_unscored_responses_are_reported_when_they_double(record: RunRecord, reported: Reported) -> None:
-    events = RunEvents(record, "train")
     for step, count in enumerate((0, 1, 1, 2, 3, 4, 1000, 1999, 2000)):
-        events.unscored(step, count, "too late")
+        record.record_unscored(step, count, "too late")
     assert [event["num_answers"] for event in reported] == [1, 2, 4, 1000, 2000]
     text = str(reported[3].pop("text"))
     assert re.fullmatch(r"data\.scorer failed on 1,000 response\(s\) so far.*; the last error: too late", text)
@@ -77,7 +76,7 @@ def test_unscored_responses_are_reported_when_they_double(record: RunRecord, rep
 
 def test_repeated_forward_pass_is_reported_with_its_budget(record: RunRecord, reported: Reported) -> None:
     shortages = [OomRetry("update", 2, 4, 2, "no room"), OomRetry("forward", 1, 8, 4000, "none")]
-    RunEvents(record, "train").shortages(3, shortages, 1001)
+    record.record_shortages(3, shortages, 1001)
     assert [event["max_tokens_per_micro_batch"] for event in reported] == [500, 1]
     text = "step 3: update ran out of memory in 2 micro-batches and is repeated in 4: no room"
     expected = {"event": "out_of_memory", "step": 3, "factor": 2, "name": "update", "text": text}
@@ -87,28 +86,26 @@ def test_repeated_forward_pass_is_reported_with_its_budget(record: RunRecord, re
 def test_failures_are_in_the_journal_once(record: RunRecord) -> None:
     for number in (1, 2):
         append_failure(record.layout.run_dir, Failure("hang", "gen", number, "no end", time=float(number)))
-    events = RunEvents(record, "train")
-    assert events.num_failures == 0
+    assert record.num_failures == 0
     for _ in range(2):
-        events.failures(4)
-        assert events.num_failures == 2
+        record.restore_failures(4)
+        assert record.num_failures == 2
         found = [(name, step, data["time"]) for name, step, data in journaled(record)]
         assert found == [("fault", 4, 1.0), ("fault", 4, 2.0)]
 
 
 def test_resume_reports_refused_checkpoints(record: RunRecord, reported: Reported, tmp_path: Path) -> None:
-    taken = CheckpointInfo(2, tmp_path / "step-000002", 1, {}, "", "")
-    path = tmp_path / "step-000003"
-    refused = CheckpointInfo.refused(path, 3, "a flipped bit")
-    events, text = RunEvents(record, "train"), "resuming from step-000002: a flipped bit"
-    events.resumed(2, FoundCheckpoint(taken, (refused,)))
+    taken = CheckpointInfo(2, tmp_path / "step-000002")
+    path, text = tmp_path / "step-000003", "resuming from step-000002: a flipped bit"
+    refused = CheckpointInfo(3, path, verdict="broken", reason="a flipped bit")
+    record.report_resume(2, FoundCheckpoint(taken, (refused,)))
     assert reported == [
         {"event": "checkpoint_refused", "step": 2, "text": text, "path": str(path)},
         {"event": "resumed", "step": 2, "text": "resuming from step 2"},
     ]
-    events.resumed(0, FoundCheckpoint(None, (refused,)))
+    record.report_resume(0, FoundCheckpoint(None, (refused,)))
     assert [event["text"] for event in reported[2:]] == ["resuming from the start: a flipped bit"]
-    events.resumed(2, FoundCheckpoint(taken, (), "it was cut"))
+    record.report_resume(2, FoundCheckpoint(taken, (), "it was cut"))
     assert reported[3]["event"] == "journal_mismatch"
     assert str(reported[3]["text"]).endswith("fits: it was cut; it lacks steps 1-2 permanently")
 

@@ -79,10 +79,11 @@ OPTIM = ("warm_start.optim.schedule=cosine", "warm_start.optim.warmup_steps=2", 
 
 
 def test_losses_equal_those_of_a_transformers_loop(tmp_path: Path) -> None:
-    run = prepare(tmp_path, "warm_start.max_steps=6", "warm_start.stop_at_reward=null", "model.dtype=float32", *OPTIM)
-    lessons, config = Demonstrations.read(run.config, run.inputs), run.config.warm_start
     (untaught := tmp_path / "untaught").mkdir()
-    build_model(run.config, untaught)
+    build_model(load_config(["experiment=debug"]), untaught)
+    words = ("warm_start.max_steps=6", "warm_start.stop_at_reward=null", "model.dtype=float32")
+    run = prepare(tmp_path, f"model.path={untaught}", *words, *OPTIM)
+    lessons, config = Demonstrations.read(run.config, run.inputs), run.config.warm_start
     model = AutoModelForCausalLM.from_pretrained(untaught, dtype=torch.float32)
     groups = [
         {"params": [weight for weight in model.parameters() if (weight.ndim > 1) == bool(decay)], "weight_decay": decay}
@@ -139,23 +140,6 @@ def test_patience_ends_training_early(tmp_path: Path) -> None:
     assert max(losses) == best + 4 < 100
     attempts = read_attempts(stage_layout(run.config, run.inputs.filtered_directory).run_dir)
     assert [end and end.status for _, end in attempts] == ["FINISHED"]
-
-
-def test_rows_without_solutions_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"all 512 are longer than warm_start\.max_tokens=4\. Set warm_start\.enabled"):
-        prepare(tmp_path, *THREE_STEPS, "warm_start.max_tokens=4")
-
-
-def test_another_model_at_the_path_makes_another_policy(tmp_path: Path) -> None:
-    (base := tmp_path / "base").mkdir()
-    settings = (*THREE_STEPS, f"model.path={base}")
-    build_model(load_config(["experiment=debug"]), base)
-    run = prepare(tmp_path, *settings)
-    whole = (base / "model.safetensors").read_bytes()
-    build_model(load_config(["experiment=debug", "seed=2"]), base)
-    assert prepare(tmp_path, *settings).model_directory != run.model_directory
-    (base / "model.safetensors").write_bytes(whole)
-    assert prepare(tmp_path, *settings).model_directory == run.model_directory
 
 
 @pytest.mark.multiprocess

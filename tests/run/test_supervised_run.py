@@ -122,7 +122,7 @@ def test_adapters_of_a_following_run_leave_the_warm_start_alone(tmp_path: Path) 
 def test_missing_demonstrations_end_the_run_before_an_evaluation(tmp_path: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={tmp_path}", "warm_start.max_tokens=2", *SFT])
     run = replace(prepare(tmp_path, "warm_start.enabled=false"), config=config)  # the same rows, and no model
-    rule = r"needs demonstrations.* longer than warm_start\.max_tokens=2"
+    rule = r"needs demonstrations.* all 512 are longer than warm_start\.max_tokens=2\. Set warm_start\.enabled"
     with pytest.raises(DataError, match=rule), session_of(run) as session:
         session.validate("start", "before")
     assert not run.layout.validation.exists()

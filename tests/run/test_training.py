@@ -80,10 +80,13 @@ def test_reward_audit_findings_are_reported(record: RunRecord, reported: Reporte
 
 
 def test_best_score_is_kept(record: RunRecord) -> None:
-    config = record.config
-    samples = config.validation.samples_per_problem
-    result = result_of(config, *[None] * samples, step=5)
-    for best, kept in ((float("-inf"), (0.5, 5)), (0.5, (0.5, 1)), (0.75, (0.75, 1)), (0.25, (0.5, 5))):
-        state = record.with_score(replace(STATE, best_metric=best, best_step=1), result)
-        assert (state.best_metric, state.best_step) == kept
-    assert record.with_score(STATE, replace(result, suite="x")) == STATE, "a suite scores no checkpoint"
+    config, made = record.config, training(record)
+    last, samples = config.trainer.total_steps, config.validation.samples_per_problem
+    result = result_of(config, *[None] * samples, step=last)
+    made.evaluate = lambda name, step: result
+    for best, kept in ((float("-inf"), (0.5, last)), (0.5, (0.5, 1)), (0.75, (0.75, 1)), (0.25, (0.5, last))):
+        metrics, state = made._evaluate(replace(STATE, step=last, best_metric=best, best_step=1))
+        assert (metrics, state.best_metric, state.best_step) == (result.metrics(), *kept)
+    made.evaluate = lambda name, step: replace(result, suite="x")
+    _, state = made._evaluate(replace(STATE, step=last))
+    assert state.best_metric == float("-inf"), "a suite scores no checkpoint"

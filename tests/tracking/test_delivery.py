@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,19 +46,6 @@ def assert_delivered(client: MlflowClient, run_dir: Path, *names: str, run: Run 
 
 
 Begin = Callable[..., RunJournal]
-
-
-@pytest.fixture
-def client(root: Path) -> MlflowClient:
-    return client_of(root)
-
-
-@pytest.fixture
-def other(tmp_path: Path, empty_store: Path) -> Path:
-    """Return the folder of a second store."""
-    (tmp_path / "other").mkdir()
-    shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
-    return tmp_path / "other"
 
 
 @pytest.fixture

@@ -15,56 +15,47 @@ from rlcore.tracking import __main__ as program
 from rlcore.tracking.attempts import ATTEMPTS_FILE, PREFIX, FinalStatus
 from rlcore.tracking.delivery import Delivery
 from rlcore.tracking.journal import RunJournal
-from tests.helpers.mlflow import client_of, delivery_of, main_run, points
+from tests.helpers.mlflow import delivery_of, main_run, points
 
 NO_PROCESS = -1
 """Id of no process: the trainer is gone."""
 
 
-@pytest.fixture
-def tracker(offline: RunConfig, run_dir: Path) -> RunJournal:
-    """Journal of a trainer with one step."""
-    tracker = RunJournal(run_dir, offline, tags={"stage": "train"})
-    tracker.append_step(1, {"a": 1.5})
-    return tracker
-
-
 @pytest.mark.parametrize(("status", "is_gone"), [("FINISHED", False), ("FAILED", True)])
 def test_delivery_ends_with_trainer(
-    tracker: RunJournal, run_dir: Path, root: Path, status: FinalStatus, is_gone: bool
+    tracker: RunJournal, run_dir: Path, client: MlflowClient, status: FinalStatus, is_gone: bool
 ) -> None:
     tracker.finish(status)
     with delivery_of(run_dir) as delivery:
         program.deliver_until_end(delivery, parent_pid=NO_PROCESS if is_gone else os.getppid(), every_s=60.0)
-    client = client_of(root)
     assert main_run(client).info.status == status
-    assert points(client, main_run(client), "a") == [(1, 1.5)]
+    assert points(client, main_run(client), "a") == [(1, 1.0)]
 
 
-def test_lost_trainer_ends_delivery(tracker: RunJournal, run_dir: Path, root: Path) -> None:
+def test_lost_trainer_ends_delivery(tracker: RunJournal, run_dir: Path, client: MlflowClient) -> None:
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
         program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
-    assert main_run(client_of(root)).info.status == "KILLED"
+    assert main_run(client).info.status == "KILLED"
 
 
 def test_delivery_ends_without_status_for_new_trainer(
-    tracker: RunJournal, offline: RunConfig, run_dir: Path, root: Path
+    tracker: RunJournal, offline: RunConfig, run_dir: Path, client: MlflowClient
 ) -> None:
     saved = tracker.sync()
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
         RunJournal(run_dir, offline, tags={}).resume_at(1, saved)
         program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
-    assert main_run(client_of(root)).info.status == "RUNNING"
+    assert main_run(client).info.status == "RUNNING"
 
 
 def test_failed_delivery_of_lost_trainer_warns(
-    tracker: RunJournal, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tracker: RunJournal, run_dir: Path, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     monkeypatch.setattr(program, "ORPHAN_GRACE_S", -1.0)
     with delivery_of(run_dir) as delivery:
-        deleted_before_step_2(delivery, client_of(root), tracker)
+        deleted_before_step_2(delivery, client, tracker)
         with caplog.at_level(logging.WARNING):
             program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
     (line,) = caplog.messages
@@ -88,10 +79,10 @@ def deleted_before_step_2(delivery: Delivery, client: MlflowClient, tracker: Run
 
 
 def test_recovery_of_mlflow_is_reported_once(
-    tracker: RunJournal, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tracker: RunJournal, run_dir: Path, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     """Restore the run between two retries, then end the trainer."""
-    client, waits = client_of(root), list[float]()
+    waits: list[float] = []
 
     def waited(delivery: Delivery, parent_pid: int, seconds: float) -> None:
         waits.append(seconds)
@@ -108,7 +99,7 @@ def test_recovery_of_mlflow_is_reported_once(
     assert waits == [2.0, 2.0, 2.0]
     _, line = caplog.messages
     assert line == "MLflow accepts the values again; failed attempts: 2."
-    assert points(client, main_run(client), "a") == [(1, 1.5), (2, 2.5)]
+    assert points(client, main_run(client), "a") == [(1, 1.0), (2, 2.5)]
 
 
 def test_wait_ends_with_trainer(tracker: RunJournal, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,34 +1,27 @@
 """Logged models, and files of deleted runs, in a real sqlite store."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import mlflow
 import pytest
 
+from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import log_model, model_of, models_of, name_models
+from tests.helpers.forked import loaded_by
 from tests.helpers.mlflow import points
 
 
 @pytest.fixture
 def model_directory(tmp_path: Path) -> Path:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from rlcore.run.supervised import build_model
 
-    words = {"<pad>": 0, "<eos>": 1, "1": 2, "+": 3}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), eos_token="<eos>", pad_token="<pad>"
-    )
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=4, num_hidden_layers=1, **shape))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    (folder := tmp_path / "model").mkdir()
+    build_model(RunConfig(model={"scratch": {"hidden_size": 16, "num_layers": 1, "max_integer": 20}}), folder)
+    return folder
 
 
 def log_weights(
@@ -36,19 +29,6 @@ def log_weights(
 ) -> str:
     return log_model(store, run_id, folder, kind="transformers", name=name, step=step, metrics=metrics,
                      time_s=float(step), tags={}, **more)  # fmt: skip
-
-
-KEEP = """
-import sys
-from pathlib import Path
-from rlcore.config import TrackingConfig
-from rlcore.tracking.mlflow_store import MlflowStore
-from rlcore.tracking.models import log_model
-root, run_id, model = sys.argv[1:]
-store = MlflowStore(TrackingConfig(), Path(root))
-print(log_model(store, run_id, Path(model), kind="transformers", name="last", step=20, metrics={}, time_s=1.0, tags={}))
-assert "torch" not in sys.modules
-"""
 
 
 @pytest.mark.filterwarnings("ignore")  # deprecations between MLflow and transformers
@@ -76,15 +56,21 @@ def test_model_directory_is_logged_once_with_scores(store: MlflowStore, run_id: 
 def test_weights_are_copied_without_torch_and_load(
     store: MlflowStore, root: Path, run_id: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    command = [sys.executable, "-W", "ignore", "-c", KEEP, str(root), run_id, str(model_directory)]
-    kept = subprocess.run(command, capture_output=True, text=True)
-    assert kept.returncode == 0, kept.stderr[-2000:]
+    code = (
+        "from pathlib import Path; from rlcore.config import TrackingConfig\n"
+        "from rlcore.tracking.mlflow_store import MlflowStore; from rlcore.tracking.models import log_model\n"
+        f"store, folder = MlflowStore(TrackingConfig(), Path({str(root)!r})), Path({str(model_directory)!r})\n"
+        f"log_model(store, {run_id!r}, folder, kind='transformers', name='last', step=20, metrics={{}}, time_s=1.0, "
+        "tags={})"
+    )
+    assert "torch" not in loaded_by(code)
+    (logged,) = models_of(store.client, store.experiment_id, run_id)
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     monkeypatch.setattr("mlflow.tracking._tracking_service.utils._tracking_uri", store.uri)
-    address = f"models:/{kept.stdout.strip()}"
+    address = f"models:/{logged.model_id}"
     components = mlflow.transformers.load_model(address, return_type="components")
     folder = mlflow.artifacts.download_artifacts(address)
     plain = PreTrainedTokenizerFast.from_pretrained(model_directory)

@@ -38,8 +38,9 @@ def test_run_that_ends_before_its_first_step_has_final_status(artifacts_root, mo
     size.append("tags.from='http://me:SECRET@host'")
     config = load_config(["experiment=debug", *size])
     rows, filtered = Dataset().make(OpenRun(config)), Filter().make(OpenRun(config))
+    prefect = {"flow_run_id": "abc", "deployment": ""}
     for error, status in ((ModelError("no such model"), "FAILED"), (StopRequestedError("requested to end"), "KILLED")):
-        with suppress(type(error)), open_run(config, ()) as run, MlflowRecord(run, {}) as record:
+        with suppress(type(error)), open_run(config, ()) as run, MlflowRecord(run, prefect) as record:
             record.start(rows, filtered)
             raise error
         known = MlflowContents.read(run.layout)
@@ -47,6 +48,7 @@ def test_run_that_ends_before_its_first_step_has_final_status(artifacts_root, mo
         page = client.get_run(known.mlflow_run_id)
         assert page.info.status == status
         assert page.data.tags["code_fingerprint"] == code_for_run(config).fingerprint
+        assert [key for key in page.data.tags if key.startswith("prefect.")] == ["prefect.flow_run_id"]
         kept = client.list_artifacts(known.mlflow_run_id, folder := "lineage/code/millrace-source/data")
         assert f"{folder}/countdown.py" in {file.path for file in kept}
         settings = Path(client.download_artifacts(known.mlflow_run_id, "config/settings.yaml")).read_text()
