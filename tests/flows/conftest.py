@@ -141,9 +141,11 @@ def ended(process: "subprocess.Popen[str]", code: int | None = None) -> Finished
     return Finished(process.returncode, out, err)
 
 
-def in_this_process(capsys: pytest.CaptureFixture[str], *words: str) -> Finished:
-    code = exit_code(lambda: app(words))
-    return Finished(code, *capsys.readouterr())
+def in_this_process(capsys: pytest.CaptureFixture[str], *words: str, code: int | None = None) -> Finished:
+    """Run a command, and require its exit code."""
+    done = Finished(exit_code(lambda: app(words)), *capsys.readouterr())
+    assert code in (None, done.code), done
+    return done
 
 
 def journal(run_dir: Path) -> list[dict[str, Any]]:

@@ -52,8 +52,7 @@ def test_the_version_is_that_of_the_project(capsys):
 
 def test_a_dry_run_or_too_small_a_disk_writes_nothing(artifacts_root, capsys):
     words = ("experiment=debug", f"paths.root={artifacts_root}", "--dry-run")
-    done = in_this_process(capsys, "run", *words)
-    assert done.code == 0, done.err
+    done = in_this_process(capsys, "run", *words, code=0)
     for stage in ("dataset", "filter", "warm-start", "train", "validate", "report"):
         assert stage in done.out
     assert "0 of 2 done" in done.out
@@ -163,9 +162,7 @@ def test_an_unusable_working_folder_is_reported(capsys, tmp_path, monkeypatch):
 
 def test_the_composed_settings_are_printed(capsys):
     def print_settings(line: str, code: int = 0) -> str:
-        done = in_this_process(capsys, *line.split())
-        assert done.code == code, done
-        return done.text
+        return in_this_process(capsys, *line.split(), code=code).text
 
     printed = print_settings("run experiment=debug algo=rloo seed=3 --cfg job")
     assert RunConfig.model_validate(yaml.safe_load(printed)) == load_config(["experiment=debug", "algo=rloo", "seed=3"])
@@ -353,8 +350,7 @@ def test_an_own_experiment_extends_another_own_experiment(tmp_path, monkeypatch,
     (own / "first.yaml").write_text("defaults: [debug, _self_]\nname: first\noptim: {lr: 0.5}\n")
     (own / "second.yaml").write_text("defaults: [first, _self_]\nname: second\n")
     (own / "third.yaml").write_text("defaults: [second.yaml, _self_]\nname: third\n")
-    done = in_this_process(capsys, "run", "experiment=third", "--cfg", "job")
-    assert done.code == 0, done
+    done = in_this_process(capsys, "run", "experiment=third", "--cfg", "job", code=0)
     assert (yaml.safe_load(done.out)["name"], yaml.safe_load(done.out)["optim"]["lr"]) == ("third", 0.5)
     monkeypatch.setenv(CONFIG_DIR_VARIABLE, "absent")
     done = in_this_process(capsys, "run", "experiment=third", "--cfg", "job")

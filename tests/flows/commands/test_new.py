@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import app, exit_code
 from flows.commands.new import COMMANDS, new
 from rlcore.errors import ConfigError
+from tests.flows.conftest import in_this_process
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +29,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     [("experiment", "null"), *((kind, f"my_{kind}") for kind in COMMANDS if kind not in ("slurm", "project"))],
 )
 def test_the_command_that_it_names_can_be_planned(kind, name, capsys):
-    assert exit_code(lambda: app(["new", kind, name])) == 0
-    command = capsys.readouterr().out.splitlines()[-1].split()
+    command = in_this_process(capsys, "new", kind, name, code=0).out.splitlines()[-1].split()
     assert " ".join(command) == COMMANDS[kind].format(name=name)
-    code = exit_code(lambda: app([*command[1:], "--dry-run"]))
-    assert code == 0, capsys.readouterr().err
+    in_this_process(capsys, *command[1:], "--dry-run", code=0)
     assert kind != "task" or "sort_digits" not in Path(f"{name}.py").read_text()
 
 
