@@ -26,7 +26,7 @@ R = TypeVar("R")
 HERE = Path("here")
 MADE: dict[str, Any] = {
     "warm-start": InitialPolicy(HERE, cached=False, steps=30, figures={"reward": 0.4}),
-    "train": Chunk(0, 1, HERE, cached=False, metrics={"critic/score/mean": 0.25}),
+    "train": Chunk(0, 1, cached=False, metrics={"critic/score/mean": 0.25}),
     "export": ExportedWeights(HERE, 2, cached=True),
     "validate": ValidationSummary("after", 2, HERE, cached=False, summary={"val-core/countdown/reward/greedy": 0.5}),
     "export-best": ExportedWeights(HERE, 1, cached=False, is_best=True),
