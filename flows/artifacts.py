@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Any
 
 from prefect.artifacts import LinkArtifact, MarkdownArtifact, ProgressArtifact, TableArtifact
@@ -27,7 +27,7 @@ from flows.progress import CI_SUFFIXES, ValidationSummary, describe, display, wi
 from flows.server import watch
 from flows.stages.stage import Stage
 from flows.work.open_run import OpenRun
-from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent, Validated
+from flows.work.protocol import CheckpointSaved, Event, Progress, RunEvent, Validated
 from flows.work.runs import failure_of, is_stop_requested, worker_of
 from flows.work.trainer import WAITS_FOR_SLOTS
 from rlcore.checkpoint.catalog import scan
@@ -204,22 +204,17 @@ class RunReporter:
     def event(self, event: Event) -> None:
         """Report an event of the trainer. This method runs in the thread of the flow."""
         self._show_pause(event)
+        if isinstance(event, Progress):
+            self._progress(event)
+            return
+        self._log.log(logging.WARNING if isinstance(event, RunEvent) else logging.INFO, "%s", describe(event))
         match event:
-            case Progress():
-                self._progress(event)
-            case CheckpointSaved(step, path):
-                self._log.info("%s", describe(event))
-                if Path(path).is_relative_to(self._run.layout.run_dir):  # not a checkpoint of the warm start
-                    self._emit("checkpoint.saved", {"step": step, "path": path})
-                    self._show_summary()
-            case Validated(name, step, summary):
-                self._log.info("%s", describe(event))
-                if name.startswith("step-"):
-                    show_latest_validation(self._run, step, summary)
-            case Note(text):
-                self._log.info("%s", text)
+            case CheckpointSaved(step, path) if Path(path).is_relative_to(self._run.layout.run_dir):  # its own
+                self._emit("checkpoint.saved", {"step": step, "path": path})
+                self._show_summary()
+            case Validated(name, step, summary) if name.startswith("step-"):
+                show_latest_validation(self._run, step, summary)
             case RunEvent(name, data):
-                self._log.warning("%s", describe(event))
                 self._emit(name, dict(data))
 
     def _emit(self, event: str, payload: dict[str, object]) -> None:
@@ -315,6 +310,6 @@ def log_unused_settings(lines: Iterable[str]) -> None:
             get_run_logger().warning("%s", line)
 
 
-def log_command(command: str) -> None:
+def log_command(words: Iterable[str]) -> None:
     """Log the command that does the same work without Prefect."""
-    get_run_logger().info("Equivalent command without Prefect: %s", command)
+    get_run_logger().info("Equivalent command without Prefect: %s", join(words))

@@ -1,6 +1,6 @@
 """The list of a run's stages, and the functions that run these stages in order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,9 @@ from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun, open_run, with_absolute_paths
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config import RunConfig
-from rlcore.errors import WorkerLostError
+from rlcore.errors import ConfigError, WorkerLostError
 from rlcore.run.layout import RunInputs
+from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 from rlcore.tracking.journal import JOURNAL_FILE, read_journal
 
 R = TypeVar("R")
@@ -74,25 +75,20 @@ class PipelineResult:
         return ", ".join([*changes, f"{self.steps} steps"])
 
 
-class StageResults(list[tuple[Stage[Any], Any]]):
-    """A list of stages with their results."""
-
-    def of(self, stage: Stage[R]) -> R:
-        """Return the result of a stage in the list."""
-        result: R = next(result for each, result in self if each == stage)
-        return result
-
-
 def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> list[Stage[Any]]:
     """Return the stages of a run up to and including the stage `last`. Training consists of several stages with the
-    name `train`, one for each chunk of steps. With `last="train"`, all of them are included."""
+    name `train`, one for each chunk of steps. With `last="train"`, all of them are included.
+
+    Raises ConfigError if the run has no such stage."""
     stages = stages_of(config, to_step)
-    return stages[: max(index for index, stage in enumerate(stages, 1) if stage.name == last)]
+    if not (places := [index for index, stage in enumerate(stages, 1) if stage.name == last]):
+        raise ConfigError(WITHOUT_PASS_RATES)  # every run has the other stages that a user can name
+    return stages[: places[-1]]
 
 
-def run_stages(run: OpenRun, run_stage: StageRunner, last: str, to_step: int | None = None) -> StageResults:
+def run_stages(run: OpenRun, run_stage: StageRunner, last: str) -> list[Any]:
     """Run the stages up to and including the stage `last`, and return their results."""
-    return StageResults((stage, run_stage(stage, run)) for stage in stages_until(run.config, last, to_step))
+    return [run_stage(stage, run) for stage in stages_until(run.config, last)]
 
 
 def make_rows(run: OpenRun, run_stage: StageRunner) -> RunInputs:
@@ -101,21 +97,31 @@ def make_rows(run: OpenRun, run_stage: StageRunner) -> RunInputs:
     return inputs_of(run)
 
 
-def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
-    """Run all stages and write the run's MLflow page. The report is skipped if `with_report` is false."""
-    made = StageResults()
-    stages = [stage for stage in stages_of(run.config) if with_report or stage.name != Report.name]
+def run_recorded(
+    stages: Sequence[Stage[Any]], run: OpenRun, run_stage: StageRunner, record: MlflowRecord
+) -> Iterator[tuple[Stage[Any], Any]]:
+    """Run stages, and yield each stage with its result. After the filter, start the run's MLflow page."""
+    dataset: Any = None
     for stage in stages:
         if not stage.in_trainer:  # the first such stages have no process, and the last need none
             run.trainer.close()
-        made.append((stage, run_stage(stage, run)))
-        if stage == Filter():
-            record.start(made.of(Dataset()), made.of(Filter()))
+        result = run_stage(stage, run)
+        if isinstance(stage, Dataset):
+            dataset = result
+        elif isinstance(stage, Filter):  # before a warm start, which MLflow then shows below the run
+            record.start(dataset, result)
+        yield stage, result
+
+
+def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
+    """Run all stages and write the run's MLflow page. The report is skipped if `with_report` is false."""
+    stages = [stage for stage in stages_of(run.config) if with_report or stage.name != Report.name]
+    made = list(run_recorded(stages, run, run_stage, record))
     run.trainer.close()
-    last, best = made.of(Export()), made.of(ExportBest())
-    report = made.of(Report()) if with_report else None
+    results = {stage.name: result for stage, result in made}
+    last, best, report = results[Export.name], results[ExportBest.name], results.get(Report.name)
     recorded = record.finish(report, last, best)
-    validations = [made.of(Validate(checkpoint)) for checkpoint in ("start", "last")]
+    validations = [result for stage, result in made if isinstance(stage, Validate)]
     html = None if report is None else report.html
     return PipelineResult(run.run_id, run.layout.run_dir, last.step, validations, html, last.directory, recorded)
 

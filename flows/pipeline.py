@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from shlex import join
 from typing import Any, Final, Literal, TypeVar
 from uuid import UUID
 
@@ -36,7 +35,6 @@ from flows.parameters import (
 )
 from flows.progress import ValidationSummary, display
 from flows.server import watch
-from flows.stages.dataset import Dataset, Filter
 from flows.stages.outputs import Report, ReportPage, Validate
 from flows.stages.stage import Stage
 from flows.stages.train import WarmStart
@@ -44,9 +42,7 @@ from flows.work.checks import check_run
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun, checkpoint_name, open_run
 from rlcore.config.fingerprint import run_id
-from rlcore.errors import ConfigError
 from rlcore.run.initial_policy import InitialPolicy
-from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
 R = TypeVar("R")
 
@@ -77,14 +73,11 @@ def call_flow(checked: object, call: Callable[[], R]) -> R:
     runs, `CHECKED_SETTINGS` holds `checked`.
     """
     outcome: Future[R] = Future()
-
-    def call_with() -> R:
-        CHECKED_SETTINGS.set(checked)
-        _OUTCOME.set(outcome)
-        return call()
-
+    context = copy_context()
+    context.run(CHECKED_SETTINGS.set, checked)
+    context.run(_OUTCOME.set, outcome)
     try:
-        copy_context().run(call_with)  # may return a state in place of the result
+        context.run(call)  # may return a state in place of the result
     except Exception:
         if not outcome.done():
             raise
@@ -118,7 +111,7 @@ def log_settings(settings: RunSettings, verb: str) -> None:
     what = str(flow_run.flow_name) if until == LAST_STAGE else until
     name = run_id(settings.config) if what == "pipeline" else f"{what} {run_id(settings.config)}"
     label_flow_run(name, settings.config.name, settings.config.data.task)
-    artifacts.log_command(join(settings.command(verb)))
+    artifacts.log_command(settings.command(verb))
     artifacts.log_unused_settings(settings.unused_settings())
 
 
@@ -158,19 +151,18 @@ def run_as_one_task(stages: Sequence[Stage[Any]], run: OpenRun, title: str, reco
     """Run stages of a run as a single Prefect task, and write the settings and datasets to MLflow after the filter.
     Raises Pause after a stage if the flow run was suspended.
     """
-    described, made = "", chain.StageResults()
+    described = ""
+
+    def run_stage(stage: Stage[R], run: OpenRun) -> R:
+        if described:
+            log_and_print(described)
+        return chain.run_with_retries(stage, run, log_and_print)
 
     def work() -> object:
         nonlocal described
         result: object = None
         with report_to_task(run):
-            for stage in stages:
-                if described:
-                    log_and_print(described)
-                result = chain.run_with_retries(stage, run, log_and_print)
-                made.append((stage, result))
-                if stage == Filter():  # before a warm start, which MLflow then shows below the run
-                    record.start(made.of(Dataset()), made.of(Filter()))
+            for stage, result in chain.run_recorded(stages, run, run_stage, record):
                 described = _describe(stage, run, result)
                 if watch.is_suspended():
                     break
@@ -273,10 +265,7 @@ def prefect_tags() -> dict[str, str]:
 
 def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None:
     """Run the stages up to `until`. Return the result of the run, or None if the pipeline has later stages."""
-    last = [stage for stage in chain.stages_of(settings.config) if stage.name == until]
-    if not last:
-        raise ConfigError(WITHOUT_PASS_RATES)
-    if until != LAST_STAGE and not last[0].in_trainer:
+    if until != LAST_STAGE and not chain.stages_until(settings.config, until)[-1].in_trainer:
         chain.run_stages(OpenRun(settings.config), run_as_task, until)
         return None
     if CHECKED_SETTINGS.get() is None:  # a deployment: no command has checked the settings

@@ -65,7 +65,7 @@ def rollouts(
       millrace rollouts countdown_demo-s1 --pairs > pairs.jsonl
     """
     from flows.progress import print_table
-    from rlcore.responses.query import ALL_COLUMNS, READABLE, Query, find_responses, to_finite_json
+    from rlcore.responses.query import ALL_COLUMNS, READABLE, Query, to_finite_json
 
     if tokens and not as_json:
         raise ConfigError("--tokens: must come with --json, since the text output has no token columns. Add --json")
@@ -79,9 +79,7 @@ def rollouts(
     if pairs:
         _print_pairs(config, layout, query, step, limit)
         return
-    found = find_responses(layout.answers, query)
-    if not found and step:
-        _require_step(layout.answers, query, step)
+    found = _find(layout, query, step)
     shown = range(len(found))[: (20 if limit is None else limit) or None]
     columns = ALL_COLUMNS if tokens else READABLE
     for begin in range(0, len(shown), 1_000):
@@ -99,19 +97,23 @@ def rollouts(
         print(found_text, file=sys.stderr)
 
 
-def _require_step(folder: Path, query: "Query", given: str) -> None:
-    """Raise ConfigError if a query's steps have no recorded response of the query's kind.
+def _find(layout: "RunLayout", query: "Query", step: str) -> "SearchResult":
+    """Return the responses that match. Raises ConfigError if the given steps have no response of the query's kind.
 
     The message lists the steps that have such responses, or the first three and the last if there are more than 8.
     """
     from rlcore.config.problems import Problem, settings_error
     from rlcore.responses.query import Query, find_responses
 
-    steps = [str(step) for step in find_responses(folder, Query(kind=query.kind)).light["step"].unique().to_pylist()]
-    if steps and not find_responses(folder, Query(query.step, kind=query.kind)):
-        listed = ", ".join(steps if len(steps) <= 8 else [*steps[:3], "...", steps[-1]])
+    found, of_kind = find_responses(layout.answers, query), Query(kind=query.kind)
+    if not found and step and not find_responses(layout.answers, replace(of_kind, step=query.step)):
+        steps = find_responses(layout.answers, of_kind).light["step"].unique().to_pylist()
+        listed = ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:3], "...", steps[-1]]))
         kind = "" if query.kind == "all" else f"{query.kind} "
-        raise settings_error([Problem("--step", f"must have recorded {kind}responses", given, f"Choose from {listed}")])
+        if steps:
+            rule = f"must have recorded {kind}responses"
+            raise settings_error([Problem("--step", rule, step, f"Choose from {listed}")])
+    return found
 
 
 def audit(
@@ -211,8 +213,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [*map(str, place), *figures, *(str(row[name]) for name in names)]
 
 
-def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", step: str | None, limit: int | None) -> None:
-    from rlcore.responses.query import find_responses
+def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", step: str, limit: int | None) -> None:
     from rlcore.run.layout import RunInputs
 
     if query.kind == "validation":
@@ -224,10 +225,7 @@ def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", step:
             f"--pairs: needs responses of one turn, got a run with data.environment={config.data.environment}. Choose "
             "another run"
         )
-    query = replace(query, kind="training")
-    found = find_responses(layout.answers, query)
-    if not found and step:
-        _require_step(layout.answers, query, step)
+    found = _find(layout, replace(query, kind="training"), step)
     rows = recorded_pairs(found, RunInputs.read(layout).train_parquets, layout.run_dir.name)
     if not rows:
         raise DataError(

@@ -292,10 +292,8 @@ def pass_rates(
     from flows import chain
     from flows.stages.train import PassRates
     from flows.work.checks import check_run
-    from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
-    if not composed.config.pass_rates.is_enabled:
-        raise ConfigError(WITHOUT_PASS_RATES)
+    chain.stages_until(composed.config, PassRates.name)  # raises if no pass rates are measured
     check_run(composed)
     with chain.open_on_console(composed, "data pass-rates", verbose=verbose) as run:
         chain.run_stages(run, chain.run_on_console, PassRates.name)

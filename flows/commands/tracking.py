@@ -141,7 +141,8 @@ def checkpoints(
       millrace checkpoints artifacts/runs/<run id> --export model --push me/my-model
     """
     from flows.work.runs import find_run
-    from flows.work.weights import export_to, find_weights
+    from flows.work.weights import export_to, find_weights, require_pushable, write_card
+    from flows.work.weights import push as upload
     from rlcore.checkpoint.catalog import list_checkpoints
     from rlcore.checkpoint.store import CheckpointStore
     from rlcore.storage.locks import RunLock
@@ -153,8 +154,6 @@ def checkpoints(
     if public and push is None:
         raise ConfigError("--public: concerns the repository of --push; add --push OWNER/NAME, or leave it out")
     if push is not None:
-        from flows.work.weights import require_pushable
-
         require_pushable(push)
     config, layout = find_run(run, root)
     document: dict[str, Any] = {"run_id": layout.run_dir.name}
@@ -165,9 +164,6 @@ def checkpoints(
         document["deleted"] = [path.name for path in pruned]
         lines += [f"deleted {path.name}: the retention rule does not keep it" for path in pruned]
     if export is not None:
-        from flows.work.weights import push as upload
-        from flows.work.weights import write_card
-
         exported = export_to(config, layout, checkpoint or "last", export.absolute())
         document["exported"] = str(exported)
         lines.append(f"exported {checkpoint or 'last'} to {exported}")

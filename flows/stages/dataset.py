@@ -234,14 +234,9 @@ class Suite(RowsStage):
         count_rows(suite_settings(trial.config, self.suite), SPLITS[1:])
 
     def make(self, run: OpenRun) -> StageResult:
-        return make_suite(run.config, self.suite)
-
-
-def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
-    """Build, tokenize and filter the rows of a suite, or return the existing rows."""
-    config = suite_settings(config, suite)
-    dataset = make_dataset(config, SPLITS[1:])
-    return replace(filter_rows(config, dataset.directory), warning=dataset.warning)
+        config = suite_settings(run.config, self.suite)
+        dataset = make_dataset(config, SPLITS[1:])
+        return replace(filter_rows(config, dataset.directory), warning=dataset.warning)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from flows.progress import skipped_suffix
 from flows.stages.dataset import has_tokenizer, inputs_of, planned_rows
 from flows.stages.stage import Stage, StageStatus, Trial, remake_note
-from flows.work.open_run import OpenRun, checkpoint_store, committed_step, require_same_inputs
+from flows.work.open_run import OpenRun, committed_step, require_same_inputs
 from flows.work.protocol import Note
 from rlcore.config import MappedData, RunConfig, WarmStartConfig
 from rlcore.errors import ConfigError
@@ -149,7 +149,6 @@ class Chunk:
 
     start: int
     stop: int
-    checkpoint: Path
     cached: bool
     metrics: Mapping[str, float]
 
@@ -195,12 +194,12 @@ class Train(Stage[Chunk]):
     def find(self, run: OpenRun) -> Chunk | None:
         if committed_step(run.config) < self.stop:
             return None
-        return Chunk(self.start, self.stop, checkpoint_store(run.config).path_of(self.stop), cached=True, metrics={})
+        return Chunk(self.start, self.stop, cached=True, metrics={})
 
     def make(self, run: OpenRun) -> Chunk:
         record_start(run)
         result = call_trainer(run, "train", to_step=self.stop, settle=self.is_last)
-        return Chunk(self.start, self.stop, Path(result["checkpoint"]), cached=False, metrics=result["metrics"])
+        return Chunk(self.start, self.stop, cached=False, metrics=result["metrics"])
 
 
 def record_start(run: OpenRun) -> None:

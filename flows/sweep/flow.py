@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from shlex import join
 from statistics import fmean
 from typing import Annotated, Any
 from uuid import UUID, uuid4
@@ -270,7 +269,7 @@ def train_member(mlflow_parent: str | None, member: Member, to_step: int, label:
     if mlflow_parent:
         config = config.model_copy(update={"tags": {**config.tags, PARENT_TAG: mlflow_parent}})
     command, title = settings.command("train"), f"{experiment_name(settings.experiment)} {label}"
-    log_command(join(command))
+    log_command(command)
     stages, what = chain.stages_until(config, Train.name, to_step), f"train {title} to step {to_step}"
     with open_run(config, command, title) as run, MlflowRecord(run, prefect_tags()) as record:
         run_as_one_task(stages, run, what, record)

@@ -208,7 +208,7 @@ def test_a_run_joins_the_ray_head_and_the_login_is_hidden(stack: Stack) -> None:
 
 
 def test_the_log_of_ray_workers_is_in_prefect(stack: Stack) -> None:
-    loud = "algo.policy_loss=tests.flows.spoken:speaks"
+    loud = "algo.policy_loss=tests.helpers.harmful:speaks"
     run = stack.start("pipeline/train", overrides=["name=on_ray", *TINY, "runtime=ray", loud])
     stack.wait(run, "COMPLETED")
     lines = messages_of(stack, run)

@@ -121,6 +121,15 @@ class Millrace:
     def steps(self) -> list[int]:
         return [record["step"] for record in journal(self.run_dir())]
 
+    def wait_for_step(self, step: int, run: str = "*") -> None:
+        """Wait until a run, by default the only one, has this step in its journal."""
+
+        def is_there() -> bool:
+            found = list(self.root.glob(f"runs/{run}/metrics.jsonl"))
+            return bool(found) and any(record["step"] >= step for record in journal(found[0].parent))
+
+        wait_until(is_there, f"step {step} of {run}")
+
 
 def ended(process: "subprocess.Popen[str]", code: int | None = None) -> Finished:
     """Wait for the end of a command, and require its exit code."""
@@ -129,9 +138,11 @@ def ended(process: "subprocess.Popen[str]", code: int | None = None) -> Finished
     return Finished(process.returncode, out, err)
 
 
-def in_this_process(capsys: pytest.CaptureFixture[str], *words: str) -> Finished:
-    code = exit_code(lambda: app(words))
-    return Finished(code, *capsys.readouterr())
+def in_this_process(capsys: pytest.CaptureFixture[str], *words: str, code: int | None = None) -> Finished:
+    """Run a command, and require its exit code."""
+    done = Finished(exit_code(lambda: app(words)), *capsys.readouterr())
+    assert code in (None, done.code), done
+    return done
 
 
 def journal(run_dir: Path) -> list[dict[str, Any]]:

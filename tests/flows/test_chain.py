@@ -9,6 +9,7 @@ import pytest
 from flows import chain
 from flows.chain import run_on_console
 from flows.progress import PlainDisplay, ValidationSummary, use_display
+from flows.stages.dataset import Filter
 from flows.stages.outputs import ExportedWeights, ReportPage, Validate
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.train import Chunk
@@ -25,7 +26,7 @@ R = TypeVar("R")
 HERE = Path("here")
 MADE: dict[str, Any] = {
     "warm-start": InitialPolicy(HERE, cached=False, steps=30, figures={"reward": 0.4}),
-    "train": Chunk(0, 1, HERE, cached=False, metrics={"critic/score/mean": 0.25}),
+    "train": Chunk(0, 1, cached=False, metrics={"critic/score/mean": 0.25}),
     "export": ExportedWeights(HERE, 2, cached=True),
     "validate": ValidationSummary("after", 2, HERE, cached=False, summary={"val-core/countdown/reward/greedy": 0.5}),
     "export-best": ExportedWeights(HERE, 1, cached=False, is_best=True),
@@ -84,8 +85,8 @@ def test_filter_warns_of_fewer_rows_than_a_batch(config):
     lines = []
     for size in (20, 21):
         run = OpenRun(changed(config, "trainer", batch_size=size, mini_batch_size=size))
-        _, (stage, made) = chain.run_stages(run, chain.run_quietly, "filter")
-        lines.append(stage.describe(made).split("\n"))
+        _, made = chain.run_stages(run, chain.run_quietly, "filter")
+        lines.append(Filter().describe(made).split("\n"))
     assert len(lines[0]) == 1
     line, warning = lines[1]
     assert line.startswith("filter: 20 train")

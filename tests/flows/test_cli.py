@@ -52,8 +52,7 @@ def test_the_version_is_that_of_the_project(capsys):
 
 def test_a_dry_run_or_too_small_a_disk_writes_nothing(artifacts_root, capsys):
     words = ("experiment=debug", f"paths.root={artifacts_root}", "--dry-run")
-    done = in_this_process(capsys, "run", *words)
-    assert done.code == 0, done.err
+    done = in_this_process(capsys, "run", *words, code=0)
     for stage in ("dataset", "filter", "warm-start", "train", "validate", "report"):
         assert stage in done.out
     assert "0 of 2 done" in done.out
@@ -163,9 +162,7 @@ def test_an_unusable_working_folder_is_reported(capsys, tmp_path, monkeypatch):
 
 def test_the_composed_settings_are_printed(capsys):
     def print_settings(line: str, code: int = 0) -> str:
-        done = in_this_process(capsys, *line.split())
-        assert done.code == code, done
-        return done.text
+        return in_this_process(capsys, *line.split(), code=code).text
 
     printed = print_settings("run experiment=debug algo=rloo seed=3 --cfg job")
     assert RunConfig.model_validate(yaml.safe_load(printed)) == load_config(["experiment=debug", "algo=rloo", "seed=3"])
@@ -207,24 +204,6 @@ def test_the_composed_settings_are_printed(capsys):
     assert print_settings("run --info experiment=debgu", 2).startswith("experiment: must name a file in")
 
 
-@pytest.mark.parametrize(
-    ("shell", "asked"),
-    [
-        ("bash", {"COMP_WORDS": "millrace sto", "COMP_CWORD": "1"}),
-        ("zsh", {"_TYPER_COMPLETE_ARGS": "millrace sto"}),
-        ("fish", {"_TYPER_COMPLETE_ARGS": "millrace sto", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
-    ],
-)
-def test_a_shell_completes_commands(shell, asked, monkeypatch, capsys):
-    for name, value in asked.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("_MILLRACE_COMPLETE", f"complete_{shell}")
-    with pytest.raises(SystemExit):
-        app(prog_name="millrace")
-    found = capsys.readouterr().out
-    assert ("stop" in found, "status" in found) == (True, False)
-
-
 COMPLETE = """
 import json, os, sys
 from flows.cli import app
@@ -245,6 +224,7 @@ def test_tab_completes_words_without_heavy_imports(tmp_path):
     (tmp_path / "artifacts" / "runs").mkdir(parents=True)
     (tmp_path / "other" / "runs" / "debug-s1-aa").rename(tmp_path / "artifacts" / "runs" / "debug-s1-aa")
     expected: dict[tuple[str, ...], list[str]] = {
+        ("sto",): ["stop"],
         ("run", "trainer.tot"): ["trainer.total_steps="],
         ("run", "experiment", "=", "debu"): ["debug"],  # bash cuts at =
         ("train", "algo=dap"): ["algo=dapo"],  # other shells do not
@@ -370,8 +350,7 @@ def test_an_own_experiment_extends_another_own_experiment(tmp_path, monkeypatch,
     (own / "first.yaml").write_text("defaults: [debug, _self_]\nname: first\noptim: {lr: 0.5}\n")
     (own / "second.yaml").write_text("defaults: [first, _self_]\nname: second\n")
     (own / "third.yaml").write_text("defaults: [second.yaml, _self_]\nname: third\n")
-    done = in_this_process(capsys, "run", "experiment=third", "--cfg", "job")
-    assert done.code == 0, done
+    done = in_this_process(capsys, "run", "experiment=third", "--cfg", "job", code=0)
     assert (yaml.safe_load(done.out)["name"], yaml.safe_load(done.out)["optim"]["lr"]) == ("third", 0.5)
     monkeypatch.setenv(CONFIG_DIR_VARIABLE, "absent")
     done = in_this_process(capsys, "run", "experiment=third", "--cfg", "job")

@@ -67,8 +67,7 @@ def test_suite_is_validated_at_its_steps(run):
 def test_evaluation_matches_the_run_and_pairs_results(run, suites, capsys):
     folder = str(run.layout.run_dir)
     words = (f"{folder}@start", folder, "--suite", suites[0], "--suite", suites[1])
-    done = in_this_process(capsys, "eval", *words, "--json")
-    assert done.code == 0, done.err
+    done = in_this_process(capsys, "eval", *words, "--json", code=0)
     message = json.loads(done.out)
     own_results = ({"often": "step-000000", "ends": "before"}, {"often": "step-000003", "ends": "after"})
     for one, names in zip(message["evaluations"], own_results, strict=True):
@@ -87,8 +86,7 @@ def test_evaluation_matches_the_run_and_pairs_results(run, suites, capsys):
     assert (mean["better"], mean["worse"]) == (sum(g > 0 for g in gains), sum(g < 0 for g in gains))
     files = sorted(Path(message["evaluations"][0]["folder"]).glob("suites/*/before.json"))
     written = [file.stat().st_mtime_ns for file in files]
-    again = in_this_process(capsys, "eval", *words)
-    assert again.code == 0, again.err
+    again = in_this_process(capsys, "eval", *words, code=0)
     assert [file.stat().st_mtime_ns for file in files] == written
     assert "paired:" in again.out
     assert "worker(s) on" not in again.out + again.err

@@ -8,7 +8,6 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,6 @@ STAGE_WORDS = ("dataset:", "filter:", "warm start:", "train:", "validation:", "w
 
 def trainer_of(process: "subprocess.Popen[str]") -> psutil.Process:
     return next(child for child in psutil.Process(process.pid).children() if "rlcore.run.process" in child.cmdline())
-
-
-def wait_for_step(millrace: Millrace, step: int) -> None:
-    def is_there() -> bool:
-        journals = list(millrace.root.glob("runs/*/metrics.jsonl"))
-        return bool(journals) and any(record["step"] >= step for record in journal(journals[0].parent))
-
-    wait_until(is_there, f"step {step}")
 
 
 def own_run(run_dir: Path) -> str:
@@ -291,7 +282,7 @@ def test_signal_saves_and_same_command_resumes(millrace, api, reference):
     calm, step = numbers(reference.run_dir), 22
     for number, more in ((signal.SIGINT, ("tracking.enabled=false",)), (signal.SIGTERM, ())):
         process = millrace.start("run", *ENDLESS, *more)
-        wait_for_step(millrace, step)
+        millrace.wait_for_step(step)
         process.send_signal(number)
         stopped = ended(process, 75)
         assert "is saved" in stopped.out
@@ -319,7 +310,7 @@ def test_signal_saves_and_same_command_resumes(millrace, api, reference):
 @pytest.mark.lengthy
 def test_cancellation_reaches_run_without_worker(millrace, api):
     process = millrace.start("run", *ENDLESS)
-    wait_for_step(millrace, 2)
+    millrace.wait_for_step(2)
     (run,) = api.filter("flow_runs", flow_runs={"state": {"type": {"any_": ["RUNNING"]}}}, flows=PIPELINE)
     api.ask(f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
     stopped = ended(process, 75)
@@ -331,7 +322,7 @@ def test_cancellation_reaches_run_without_worker(millrace, api):
 @pytest.mark.lengthy  # also in test_stack and test_trainer
 def test_killed_flow_ends_its_trainer_and_run_resumes(millrace, reference):
     process = millrace.start("run", *UNTRACKED)
-    wait_for_step(millrace, 22)
+    millrace.wait_for_step(22)
     trainer = trainer_of(process)
     os.killpg(process.pid, signal.SIGKILL)
     ended(process)
@@ -351,32 +342,23 @@ def test_killed_flow_ends_its_trainer_and_run_resumes(millrace, reference):
     assert "bytes of the journal delivered; the run is FINISHED" in late.out, late.err
 
 
-def make_demo(millrace: Millrace) -> "subprocess.Popen[str]":
-    """Run `make demo` with the installed packages (`-o`: without installing them)."""
-    set_by_make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
-    words = ["make", "-o", ".venv/.installed", "demo", f"BIN={Path(sys.executable).parent}"]
-    environment = {name: value for name, value in os.environ.items() if name not in set_by_make}
-    return conftest.start([*words, f"ARGS=paths.root={millrace.root}"], environment | dict(millrace.environment))
-
-
-def test_make_demo_twice_concurrently(millrace):
-    first = make_demo(millrace)
-    wait_until(lambda: bool(list(millrace.root.glob("runs/countdown_demo-*/run.json"))), "the first demo's run")
-    family = {child.pid for child in psutil.Process(first.pid).children(recursive=True)}
-    second = ended(make_demo(millrace))
+def test_same_run_twice_concurrently(millrace):
+    words = ("run", *ENDLESS, "tracking.enabled=false")
+    first = millrace.start(*words)
+    wait_until(lambda: bool(list(millrace.root.glob("runs/*/run.json"))), "the folder of the first start")
+    second = millrace(*words, code=1)
     assert first.poll() is None
     os.killpg(first.pid, signal.SIGKILL)
     ended(first)
-    assert second.code == 2
-    message, *_ = re.findall(r"run countdown_demo-\S+ is in use by process (\d+) on (\S+) since 20", second.err)
-    assert (int(message[0]) in family, message[1]) == (True, socket.gethostname())
+    (user,) = re.findall(r"run debug-\S+ is in use by process (\d+) on (\S+) since 20", second.err)
+    assert user == (str(first.pid), socket.gethostname())
 
 
 def test_full_disk_within_chunk_ends_a_resumable_run(millrace, reference):
     runs = millrace.root / "runs"
     with mounted(runs, size_mib=32):
         process = millrace.start("run", *UNTRACKED)
-        wait_for_step(millrace, 2)
+        millrace.wait_for_step(2)
         ballast = fill(runs)
         stopped = ended(process, 75)
         assert str(runs) in stopped.err
@@ -389,7 +371,7 @@ def test_full_disk_pauses_the_flow_run(millrace, api, reference):
     runs = millrace.root / "runs"
     with mounted(runs, size_mib=32):
         process = millrace.start("run", *UNTRACKED)
-        wait_for_step(millrace, 2)
+        millrace.wait_for_step(2)
         ballast = fill(runs, leave_bytes=1 << 20)  # space for the journal, not for a checkpoint
 
         def paused() -> list[dict[str, Any]]:

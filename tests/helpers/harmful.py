@@ -1,4 +1,4 @@
-"""Scorers and losses that harm their process once. A file records that the harm was done."""
+"""Scorers and losses that harm their process once, which a file records, and a loss that prints its process."""
 
 import os
 import resource
@@ -80,11 +80,16 @@ def _kill(num_sequences: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _speak(num_sequences: int) -> None:
+    print(f"a worker speaks, process {os.getpid()}", flush=True)
+
+
 short_of_memory = after(_take_memory)
 at_most_four = after(_refuse_more_than_four)
 at_most_four_on_rank_1 = after(_refuse_the_second_rank)
 hangs = after(_hang)
 kills = after(_kill)
+speaks = after(_speak)
 
 
 def fails_while_broken(response: str, ground_truth: Mapping[str, Any]) -> Score:

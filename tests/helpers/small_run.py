@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 from data.demonstrations import tokenize_demonstrations
 from data.filter import filter_dataset
 from data.tasks import build_dataset
-from flows.stages.dataset import make_suite
+from flows.stages.dataset import Suite
+from flows.work.open_run import OpenRun
 from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import MixtureData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
@@ -98,7 +99,7 @@ def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     dataset = build_dataset(config.data, seed=config.data.seed, root=root)
     tokenizer = ensure_tokenizer(config)
     filtered = filter_dataset(dataset.directory, tokenizer, config)
-    suites = {suite.name: make_suite(config, suite).directory for suite in config.validation.suites}
+    suites = {suite.name: Suite(suite).make(OpenRun(config)).directory for suite in config.validation.suites}
     shown = None
     if config.warm_start.demonstrations is not None:
         shown = tokenize_demonstrations(config, tokenizer).directory

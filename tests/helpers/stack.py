@@ -23,7 +23,7 @@ from flows.stack.control import down, service_states, up
 from flows.stack.state import CLIENT_LOGIN, SECRET_FILE, read_stack, root_login
 from rlcore.storage.locks import read_holder
 from tests import SHARED_STAGES
-from tests.flows.conftest import REPOSITORY, WAIT_S, Api, journal, mlflow_rows, wait_until
+from tests.flows.conftest import REPOSITORY, WAIT_S, Api, Millrace, mlflow_rows, wait_until
 
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 RETRY = {"type": "SCHEDULED", "name": "AwaitingRetry"}
@@ -115,11 +115,7 @@ class Stack:
         return found
 
     def wait_for_step(self, name: str, step: int) -> None:
-        def is_there() -> bool:
-            found = list(self.root.glob(f"runs/{name}-*/metrics.jsonl"))
-            return bool(found) and any(record["step"] >= step for record in journal(found[0].parent))
-
-        wait_until(is_there, f"step {step} of {name}")
+        Millrace(self.root, {}).wait_for_step(step, f"{name}-*")
 
     def trainer(self, name: str) -> psutil.Process:
         holder = read_holder(self.run_dir(name) / "run.lock")

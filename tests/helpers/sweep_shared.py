@@ -39,7 +39,8 @@ def main(root: Path, name: str) -> None:
     def train(member: Member, to_step: int, label: str) -> None:
         with open_run(member.config) as run:
             log("begun", run.run_id)
-            chain.run_stages(run, chain.run_on_console, Train.name, to_step)
+            for stage in chain.stages_until(run.config, Train.name, to_step):
+                chain.run_on_console(stage, run)
             log("ended", run.run_id)
 
     with disable_run_logger():

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import app, exit_code
 from flows.commands.new import COMMANDS, new
 from rlcore.errors import ConfigError
+from tests.flows.conftest import in_this_process
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +20,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     yield folder
-    for name in ("sums", "judge", *(f"my_{kind}" for kind in COMMANDS)):
-        sys.modules.pop(name, None)
+    for kind in COMMANDS:
+        sys.modules.pop(f"my_{kind}", None)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     [("experiment", "null"), *((kind, f"my_{kind}") for kind in COMMANDS if kind not in ("slurm", "project"))],
 )
 def test_the_command_that_it_names_can_be_planned(kind, name, capsys):
-    assert exit_code(lambda: app(["new", kind, name])) == 0
-    command = capsys.readouterr().out.splitlines()[-1].split()
+    command = in_this_process(capsys, "new", kind, name, code=0).out.splitlines()[-1].split()
     assert " ".join(command) == COMMANDS[kind].format(name=name)
-    code = exit_code(lambda: app([*command[1:], "--dry-run"]))
-    assert code == 0, capsys.readouterr().err
+    in_this_process(capsys, *command[1:], "--dry-run", code=0)
     assert kind != "task" or "sort_digits" not in Path(f"{name}.py").read_text()
 
 
@@ -46,18 +44,6 @@ def test_project_runs_from_its_folder(empty_folder):
         command = ["make", "-C", "study", target, "ARGS=--dry-run"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_a_task_and_a_scorer_are_trained_on(capsys):
-    new("task", "sums")
-    new("scorer", "judge")
-    made = ["data", "make", *COMMANDS["task"].format(name="sums").split()[2:]]
-    assert exit_code(lambda: app(made)) == 0, capsys.readouterr().err
-    words = ["data.scorer=judge:score", "warm_start.enabled=false", "trainer.total_steps=1", "tracking.enabled=false"]
-    assert exit_code(lambda: app(["train", "experiment=debug", *words])) == 0, capsys.readouterr().err
-    (journal,) = Path("artifacts/runs").glob("*/metrics.jsonl")
-    assert "reward/short/mean" in journal.read_text()
 
 
 @pytest.mark.parametrize(

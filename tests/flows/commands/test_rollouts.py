@@ -4,6 +4,10 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,11 +16,15 @@ import pytest
 from data.demonstrations import tokenize_demonstrations
 from flows.commands import rollouts
 from rlcore.batching.prompts import read_pairs, read_prompts
-from rlcore.config import RunConfig
+from rlcore.config import AnswersConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
-from rlcore.responses.query import Query
+from rlcore.prompt import ROWS_PER_SOURCE
+from rlcore.responses.query import Query, find_responses
+from rlcore.responses.store import ResponseWriter, parts_of
 from rlcore.rollout.by_part import with_scorer
+from rlcore.run.layout import RunLayout
+from tests.helpers.answers import Made
 from tests.helpers.running import small
 from tests.helpers.sessions import run_to_the_end
 from tests.helpers.small_run import SmallRun
@@ -51,19 +59,11 @@ def test_answers_are_shown_as_a_page_as_rows_and_as_json(run, monkeypatch, capsy
 
 
 def test_pairs_are_of_the_run_and_train_a_model_by_the_same_prompts(run, tmp_path, capsys):
-    """tests/flows/commands/test_rollouts_pairs.py compares them with a naive search."""
     words = [str(run.layout.run_dir)]
-    rollouts.rollouts(words, kind="training", limit=0, as_json=True)
-    rows = list(map(json.loads, capsys.readouterr().out.splitlines()))
-    given = {(row["step"], row["prompt_id"], row["answer"], row["score"]) for row in rows}
     rollouts.rollouts(words, pairs=True)
     text = capsys.readouterr().out
     pairs = list(map(json.loads, text.splitlines()))
     assert {pair["run"] for pair in pairs} == {run.layout.run_dir.name}
-    for pair in pairs:
-        assert pair["chosen_score"] > pair["rejected_score"]
-        for end in ("chosen", "rejected"):
-            assert (pair["step"], pair["prompt_id"], pair[end], pair[f"{end}_score"]) in given
     rollouts.rollouts(words, pairs=True, limit=1)
     assert capsys.readouterr().out == text.splitlines(keepends=True)[0]
     (file := tmp_path / "pairs.jsonl").write_text(text)
@@ -74,6 +74,62 @@ def test_pairs_are_of_the_run_and_train_a_model_by_the_same_prompts(run, tmp_pat
     trained = read_pairs(made.directory / "train.parquet")
     whole = Counter(tuple(one.token_ids)[: one.is_target.index(True)] for one in trained)
     assert whole <= Counter(prompts[pair["prompt_id"]] for pair in pairs), "those were sampled from"
+
+
+def rows_file(path: Path, form: str, count: int) -> Path:
+    """Write the columns of filtered rows from which pairs take their prompts."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"question {index} of {path.stem}"}], "extra_info": {"index": index}}
+        for index in reversed(range(count))
+    ]
+    metadata = {b"millrace": json.dumps({"origin": {"prompt_form": form}}).encode()}
+    pq.write_table(pa.Table.from_pylist(rows).replace_schema_metadata(metadata), path)
+    return path
+
+
+def naive_pairs(folder: Path) -> list[Mapping[str, Any]]:
+    """Return the rows of the best and the worst response of each group, with the prompt's id and the step."""
+    groups: dict[Any, list[Any]] = {}
+    for row in [row for part in parts_of(folder) for row in pq.read_table(part).to_pylist()]:
+        if row["validation"] is None and row["score"] is not None and row["finish_reason"] == "stop":
+            groups.setdefault((row["step"], row["prompt_id"]), []).append(row)
+    found = []
+    for (step, prompt), rows in groups.items():
+        best, worst = (choose(rows, key=lambda row: row["score"]) for choose in (max, min))
+        if best["score"] > worst["score"]:
+            found.append({
+                "chosen": best["answer"], "rejected": worst["answer"], "chosen_score": best["score"],
+                "rejected_score": worst["score"], "run": "a-run", "step": step, "data_source": "made",
+                "prompt_id": prompt,
+            })  # fmt: skip
+    return found
+
+
+def test_recorded_pairs_are_the_best_and_worst_of_each_group(tmp_path):
+    """The prompts of the first data source are chats, those of the second one are texts."""
+    ids = [index // 4 + start for start in (0, ROWS_PER_SOURCE) for index in range(40)]
+    writer = ResponseWriter(tmp_path / "answers", AnswersConfig())
+    for step in (1, 2):
+        made = Made(step, groups=40, failures=True)
+        each = zip(made.rollouts, ids, strict=True)
+        made.rollouts = [replace(one, prompt=replace(one.prompt, prompt_id=prompt)) for one, prompt in each]
+        made.scores[:4] = [made.scores[0]] * 4
+        writer.add(made.of_step(step))
+    writer.start_part()
+    writer.wait()
+    writer.write_validation("after", Made(3).of_validation(2, "after"))
+    found = find_responses(tmp_path / "answers", Query(kind="training"))
+    files = [rows_file(tmp_path / f"{form}.parquet", form, 10) for form in ("chat", "text")]
+    pairs, expected = rollouts.recorded_pairs(found, files, "a-run"), naive_pairs(tmp_path / "answers")
+    assert 30 < len(expected) < 40
+    for pair, twin in zip(pairs, expected, strict=True):
+        source, index = divmod(pair["prompt_id"], ROWS_PER_SOURCE)
+        words = {"prompt": f"question {index} of {files[source].stem}", **twin}
+        if source == 0:
+            roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+            words |= {name: [{"role": role, "content": words[name]}] for name, role in roles.items()}
+        assert pair == words
+    assert rollouts.recorded_pairs(find_responses(tmp_path / "answers", Query(step=(9, 9))), files, "a-run") == []
 
 
 @pytest.mark.parametrize(
@@ -101,20 +157,22 @@ def test_options_without_result_are_reported(run, command, options, error, probl
 
 
 def test_steps_of_a_long_run_are_listed_briefly(run, tmp_path):
+    layout = RunLayout(tmp_path, tmp_path)
+    layout.answers.mkdir()
     table = pq.read_table(next(run.layout.answers.glob("train-*")))
     for step in range(10, 100, 10):
         column = pa.array([step] * len(table), pa.int32())
         part = table.set_column(table.schema.get_field_index("step"), "step", column)
-        pq.write_table(part, tmp_path / f"train-{step:06}-{step:06}.parquet")
+        pq.write_table(part, layout.answers / f"train-{step:06}-{step:06}.parquet")
     with pytest.raises(ConfigError, match=r"got 3\. Choose from 10, 20, 30, \.\.\., 90$"):
-        rollouts._require_step(tmp_path, Query((3, 3)), "3")
-    rollouts._require_step(tmp_path, Query((None, 10)), "..10")
+        rollouts._find(layout, Query((3, 3)), "3")
+    assert len(rollouts._find(layout, Query((None, 10)), "..10")) == len(table)
 
 
 def test_pairs_need_responses_of_one_turn(run):
     game = load_config(["experiment=number_guessing", "model.path=some/model"])
     with pytest.raises(ConfigError, match=r"^--pairs: needs responses of one turn, got a run with data\.environment="):
-        rollouts._print_pairs(game, run.layout, Query(), None, None)
+        rollouts._print_pairs(game, run.layout, Query(), "", None)
 
 
 def test_audit_by_a_custom_scorer(run, tmp_path, monkeypatch, capsys):

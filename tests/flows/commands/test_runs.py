@@ -209,9 +209,7 @@ def test_a_run_is_listed_measured_followed_and_stopped(bare):
     small = ("warm_start.enabled=false", "tracking.enabled=false")
     Slots(bare.root).set_devices(["", ""])
     training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", *small, spawned=True)
-    wait_until(
-        lambda: any(bare.root.glob("runs/*/metrics.jsonl")) and max(bare.steps(), default=0) > 0, "the first step"
-    )
+    bare.wait_for_step(1)
     root = f"--root={bare.root}"
     families = text_string_to_metric_families(prometheus_text(bare.root))
     shown = {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}

@@ -14,7 +14,7 @@ from flows.work.weights import compose_fork, export_to
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock
-from tests.flows.conftest import Millrace
+from tests.flows.conftest import in_this_process
 from tests.helpers.hub_server import HUB_ID, cache_of
 from tests.helpers.published import flip
 from tests.helpers.sessions import run_to_the_end, session_of
@@ -32,13 +32,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     return made
 
 
-def test_the_list_for_people_and_for_machines(run, bare):
-    folder = str(run.layout.run_dir)
-    shown = bare("checkpoints", folder, code=0)
+def test_the_list_for_people_and_for_machines(run, capsys):
+    folder, root = str(run.layout.run_dir), run.config.paths.root
+    shown = in_this_process(capsys, "checkpoints", folder, code=0)
     assert ("last" in shown.out, "best" in shown.out) == (True, True)
-    root = run.config.paths.root
-    for words in ((folder,), (run.layout.run_dir.name, "--root", root), ("experiment=debug", *OVERRIDES)):
-        listed = json.loads(Millrace(Path(root), {})("checkpoints", *words, "--verify", "--json", code=0).out)
+    by_settings = ("experiment=debug", *OVERRIDES, f"paths.root={root}")
+    for words in ((folder,), (run.layout.run_dir.name, "--root", root), by_settings):
+        listed = json.loads(in_this_process(capsys, "checkpoints", *words, "--verify", "--json", code=0).out)
         assert listed["run_id"] == run.layout.run_dir.name
         assert [one["step"] for one in listed["checkpoints"]] == [1, 2, 3, 4]
         assert {one["verdict"] for one in listed["checkpoints"]} == {"verified"}
@@ -46,15 +46,15 @@ def test_the_list_for_people_and_for_machines(run, bare):
         assert listed["checkpoints"][1]["metrics"]["critic/score/mean"] >= 0
 
 
-def test_a_fork_has_the_weights_and_its_own_settings(run, tmp_path):
-    folder = str(run.layout.run_dir)
+def test_a_fork_has_the_weights_and_its_own_settings(run, tmp_path, capsys):
+    folder, root = str(run.layout.run_dir), Path(run.config.paths.root)
     given = ["experiment=debug", "optim.lr=1e-4", "tracking.enabled=false"]
-    before, words = sorted(Path(run.config.paths.root).rglob("*")), (*given, "--fork", folder, "--dry-run", "--json")
-    dry = Millrace(Path(run.config.paths.root), {})("train", *words, code=0)
-    assert sorted(Path(run.config.paths.root).rglob("*")) == before, "a dry run writes nothing"
+    before, words = sorted(root.rglob("*")), (*given, f"paths.root={root}", "--fork", folder, "--dry-run", "--json")
+    dry = in_this_process(capsys, "train", *words, code=0)
+    assert sorted(root.rglob("*")) == before, "a dry run writes nothing"
     settings = list(compose_fork(given, f"{folder}@4").overrides)
     assert settings == list(compose_fork(given, folder).overrides), "the same checkpoint is exported once"
-    again = Millrace(Path(run.config.paths.root), {})("train", *words)
+    again = in_this_process(capsys, "train", *words, code=0)
     planned, there = (json.loads(done.out) for done in (dry, again))
     for plan in (planned, there):
         plan["disk"] = plan["disk"]["checkpoint_bytes"]  # what is free differs from moment to moment
@@ -107,7 +107,7 @@ def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(run, tmp_path, mo
         compose_fork(given, f"{folder}@start")
 
 
-def test_broken_ones_are_named_and_the_rest_is_pruned(run, bare):
+def test_broken_ones_are_named_and_the_rest_is_pruned(run, capsys):
     """This test is the last in the file, because it damages the run."""
     folder = str(run.layout.run_dir)
     record = json.loads(run.layout.run_json.read_text())
@@ -115,11 +115,11 @@ def test_broken_ones_are_named_and_the_rest_is_pruned(run, bare):
     settings["checkpoint"] |= {"keep_last": 1, "keep_best": 0}
     run.layout.run_json.write_text(json.dumps(record))
     flip(next((run.layout.checkpoints / "step-000002" / "policy").glob("*.safetensors")), 500)
-    done = bare("checkpoints", folder, "--verify", code=1)
+    done = in_this_process(capsys, "checkpoints", folder, "--verify", code=1)
     assert "1 of 4 checkpoints are broken" in done.err
     assert "step-000002/policy/rank-00000-of-00001-0000.safetensors: hash must be" in done.err
     with RunLock(run.layout.run_dir):
-        assert "is in use by process" in bare("checkpoints", folder, "--prune", code=1).err
-    pruned = bare("checkpoints", folder, "--prune", "--json", code=0)
+        assert "is in use by process" in in_this_process(capsys, "checkpoints", folder, "--prune", code=1).err
+    pruned = in_this_process(capsys, "checkpoints", folder, "--prune", "--json", code=0)
     assert json.loads(pruned.out)["deleted"] == ["step-000001", "step-000002", "step-000003"]
-    assert bare("checkpoints", "absent").code == 2
+    in_this_process(capsys, "checkpoints", "absent", code=2)

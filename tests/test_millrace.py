@@ -17,7 +17,7 @@ from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.lineage import Origin
 from tests.helpers.pages import BLOCK
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 
 
 def test_folders_of_the_same_names_do_not_hide_the_packages(tmp_path):
