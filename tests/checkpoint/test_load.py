@@ -16,7 +16,6 @@ from rlcore.errors import CheckpointError
 from rlcore.models.load import build_scratch_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state
-from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.storage.manifest import verify_directory
 from tests.checkpoint.small import save_shards
 from tests.helpers.checkpoints import state_at, store_at
@@ -28,9 +27,7 @@ SCRATCH = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_s
 
 @pytest.fixture
 def initial_policy(tmp_path: Path) -> Path:
-    folder = build_scratch_tokenizer(SCRATCH, tmp_path / "start")
-    size = len(AutoTokenizer.from_pretrained(folder))
-    return build_scratch_model(SCRATCH, vocab_size=size, eos_token_id=1, pad_token_id=0, seed=1, directory=folder)
+    return build_scratch_model(SCRATCH, seed=1, directory=tmp_path / "start")
 
 
 def trained(initial_policy: Path, shift: float) -> dict[str, torch.Tensor]:

@@ -37,7 +37,6 @@ from rlcore.models.shape import (
     shape_of,
     vocabulary_of,
 )
-from rlcore.models.tokenizer import build_scratch_tokenizer
 from tests.models.tiny import CONFIGS, answers, policy_of, write_model
 
 SIZES = {
@@ -68,8 +67,7 @@ def test_policy_parameters_by_config(name: str, tmp_path: Path) -> None:
 
 def test_scratch_parameters(tmp_path: Path) -> None:
     scratch = ScratchModel(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48)
-    build_scratch_tokenizer(scratch, tmp_path)
-    build_scratch_model(scratch, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path)
+    build_scratch_model(scratch, seed=1, directory=tmp_path)
     cpu = torch.device("cpu")
     from_settings, from_file = shape_of(ModelConfig(scratch=scratch)), shape_of(ModelConfig(path=str(tmp_path)))
     assert from_settings == from_file

@@ -15,7 +15,7 @@ from rlcore.config import ModelConfig, RunConfig, SamplingConfig, ScratchModel
 from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.load import build_scratch_model, load_policy
 from rlcore.models.policy import CausalPolicy
-from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer
+from rlcore.models.tokenizer import end_of_text_ids
 from rlcore.rollout.engine import SamplingRequest, make_requests
 from rlcore.rollout.hf import HfEngine, build_engine, sample
 from rlcore.types import Prompt, Rollout, Score
@@ -26,18 +26,7 @@ SCRATCH = ScratchModel(hidden_size=32, num_layers=2, num_heads=2, intermediate_s
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    build_scratch_tokenizer(SCRATCH, directory)
-    tokenizer = load_tokenizer(directory)
-    build_scratch_model(
-        SCRATCH,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=1,
-        directory=directory,
-    )
-    return directory
+    return build_scratch_model(SCRATCH, seed=1, directory=tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

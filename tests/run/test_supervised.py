@@ -16,9 +16,10 @@ from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
+from rlcore.models.load import build_scratch_model
 from rlcore.models.policy import CausalPolicy
 from rlcore.run.initial_policy import stage_layout
-from rlcore.run.supervised import Demonstrations, SupervisedTraining, SupervisedWorkers, build_model, has_learned
+from rlcore.run.supervised import Demonstrations, SupervisedTraining, SupervisedWorkers, has_learned
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
 from rlcore.types import Prompt
@@ -81,8 +82,7 @@ OPTIM = ("warm_start.optim.schedule=cosine", "warm_start.optim.warmup_steps=2", 
 def test_losses_equal_those_of_a_transformers_loop(tmp_path: Path) -> None:
     run = prepare(tmp_path, "warm_start.max_steps=6", "warm_start.stop_at_reward=null", "model.dtype=float32", *OPTIM)
     lessons, config = Demonstrations.read(run.config, run.inputs), run.config.warm_start
-    (untaught := tmp_path / "untaught").mkdir()
-    build_model(run.config, untaught)
+    untaught = build_scratch_model(run.config.model.scratch, seed=run.config.seed, directory=tmp_path / "untaught")
     model = AutoModelForCausalLM.from_pretrained(untaught, dtype=torch.float32)
     groups = [
         {"params": [weight for weight in model.parameters() if (weight.ndim > 1) == bool(decay)], "weight_decay": decay}
@@ -147,12 +147,12 @@ def test_rows_without_solutions_are_an_error(tmp_path: Path) -> None:
 
 
 def test_another_model_at_the_path_makes_another_policy(tmp_path: Path) -> None:
-    (base := tmp_path / "base").mkdir()
+    base, scratch = tmp_path / "base", load_config(["experiment=debug"]).model.scratch
     settings = (*THREE_STEPS, f"model.path={base}")
-    build_model(load_config(["experiment=debug"]), base)
+    build_scratch_model(scratch, seed=1, directory=base)
     run = prepare(tmp_path, *settings)
     whole = (base / "model.safetensors").read_bytes()
-    build_model(load_config(["experiment=debug", "seed=2"]), base)
+    build_scratch_model(scratch, seed=2, directory=base)
     assert prepare(tmp_path, *settings).model_directory != run.model_directory
     (base / "model.safetensors").write_bytes(whole)
     assert prepare(tmp_path, *settings).model_directory == run.model_directory
