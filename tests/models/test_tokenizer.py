@@ -16,7 +16,7 @@ from rlcore.models.tokenizer import (
     response_tags,
     text_decoder,
 )
-from tests.helpers.tokenizer_kinds import MARKERS, PLAIN, TAGS, tagged
+from tests.helpers.tokenizer_kinds import KINDS, MARKERS, PLAIN, TAGS, tagged
 
 SMALL = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_position_embeddings=32)
 
@@ -89,8 +89,8 @@ def test_decoder_keeps_tags_only(tmp_path: Path, byte_level: bool) -> None:
     assert text_decoder(tokenizer, skip_special_tokens=False)([ids]) == [between.join(parts)]
 
 
-def test_decoder_without_tags_matches_transformers(smollm2: Path) -> None:
-    tokenizer = load_tokenizer(smollm2)
+def test_decoder_without_tags_matches_transformers(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(KINDS["chatml"].saved(tmp_path))
     assert response_tags(tokenizer) == frozenset()
     ids = tokenizer.encode("<|im_start|>user\nIt 's <think>4</think> </s>.<|im_end|>\n")
     assert text_decoder(tokenizer)([ids]) == [tokenizer.decode(ids, skip_special_tokens=True)]
