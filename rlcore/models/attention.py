@@ -230,8 +230,7 @@ def _kernel_attention(
         if kernel.supports_gqa:
             options["enable_gqa"] = True
         else:
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+            key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     return cast(Tensor, kernel.function(query, key, value, of_queries, layout.cu_seqlens, longest, longest, **options))
 
 

@@ -28,6 +28,7 @@ from rlcore.models.hub import read_pretrained, resolve_model
 from rlcore.models.lora import quantize_nf4
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
 from rlcore.models.shape import TRAINABLE, require_base, untrainable
+from rlcore.models.tokenizer import EOS_TOKEN, PAD_TOKEN, build_scratch_tokenizer, scratch_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -191,13 +192,15 @@ def _packing_difference(model: PreTrainedModel) -> float:
     return float((packed - torch.cat(alone)).abs().max())
 
 
-def build_scratch_model(
-    config: ScratchModel, *, vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int, directory: Path
-) -> Path:
-    """Write a randomly initialized Qwen2 model (tied embeddings, float32) into `directory`, and return `directory`.
-    `seed` alone determines the weights, and the random state of the process does not change."""
+def build_scratch_model(config: ScratchModel, *, seed: int, directory: Path) -> Path:
+    """Write a randomly initialized Qwen2 model (tied embeddings, float32) and the arithmetic tokenizer into
+    `directory`, and return `directory`. `seed` alone determines the weights, and the random state of the process does
+    not change."""
+    build_scratch_tokenizer(config, directory)
+    vocabulary = scratch_vocabulary(config)
+    end, padding = vocabulary[EOS_TOKEN], vocabulary[PAD_TOKEN]
     shape = Qwen2Config(
-        vocab_size=vocab_size,
+        vocab_size=len(vocabulary),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers,
@@ -207,18 +210,15 @@ def build_scratch_model(
         tie_word_embeddings=True,
         dtype=torch.float32,
         bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
+        eos_token_id=end,
+        pad_token_id=padding,
     )
     shape.architectures = ["Qwen2ForCausalLM"]
     # The CPU generator alone: torch.manual_seed would also reset the generators of all accelerators.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = Qwen2ForCausalLM(shape)  # type: ignore[no-untyped-call]
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        eos_token_id=eos_token_id, pad_token_id=pad_token_id
-    )
-    directory.mkdir(parents=True, exist_ok=True)
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=padding)  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     return directory

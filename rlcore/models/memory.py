@@ -131,12 +131,6 @@ def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
     return copy
 
 
-def pinned_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a host tensor in pinned memory, or the tensor itself if memory cannot be pinned."""
-    moved = host_memory(tensor, tensor.dtype, pinned=True)
-    return moved.copy_(tensor) if moved.is_pinned() else tensor
-
-
 def host_memory(like: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Allocate host memory with the shape and layout of `like`, in pinned memory if requested and available."""
     if pinned:
@@ -198,7 +192,7 @@ class OffloadedWeights:
             local = local_tensor(parameter)
             if not local.untyped_storage().resizable():  # a mapped model file, on a CPU
                 parameter.data = local = local.clone()
-            self._host[parameter] = pinned_copy(local.cpu()) if local.is_cuda else local.clone()
+            self._host[parameter] = host_memory(local, local.dtype, pinned=local.is_cuda).copy_(local)
             self._storage_bytes[parameter] = local.untyped_storage().nbytes()
 
     @torch.no_grad()

@@ -58,12 +58,6 @@ def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
             yield f"base_model.model.{name}", gather_parameter(parameter)
 
 
-def reshard(model: nn.Module) -> None:
-    """Free the gathered weights that FSDP2 keeps after a forward pass without gradient."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
-
-
 def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
     """Choose when FSDP2 gathers weights in the next micro-batch of an update. With `once` (ZeRO-1), weights stay
     gathered until the last micro-batch (`is_last`), which reduces the accumulated gradients. Without `once`, each pass

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import transformers
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from tokenizers.models import BPE, WordLevel
+from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
@@ -100,33 +100,19 @@ def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
-    """Return a function that decodes responses. The function uses the library `tokenizers`, or the slower library
-    `transformers` if the two libraries would decode the same tokens to different texts."""
-
+    """Return a function that decodes responses. With `skip_special_tokens`, the texts contain no special tokens except
+    tags."""
     tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    cut = special - tags if tags else frozenset[int]()  # the libraries remove all special tokens or none
+    cut = special - tags if tags else frozenset[int]()  # the library removes all special tokens or none
     skip = skip_special_tokens and not tags
 
-    def as_lists(responses: Sequence[Sequence[int] | np.ndarray]) -> list[list[int]]:
-        lists = [np.asarray(ids).tolist() for ids in responses]
-        return [[id for id in ids if id not in cut] for ids in lists] if cut else lists
-
-    def by_transformers(responses: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+    def decode(responses: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        lists = [[id for id in np.asarray(ids).tolist() if id not in cut] for ids in responses]
         # transformers decodes an empty list to one empty text.
-        return tokenizer.batch_decode(as_lists(responses), skip_special_tokens=skip) if responses else []
+        return tokenizer.batch_decode(lists, skip_special_tokens=skip) if lists else []
 
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return by_transformers
-    core = tokenizer.backend_tokenizer
-    if tokenizer.clean_up_tokenization_spaces and not isinstance(core.model, BPE):
-        return by_transformers
-
-    def by_tokenizers(responses: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        return list(core.decode_batch(as_lists(responses), skip_special_tokens=skip))
-
-    probe = [tokenizer.encode("It 's here , is n't it ? No . (3 + 4) !")]
-    return by_tokenizers if by_tokenizers(probe) == by_transformers(probe) else by_transformers
+    return decode
 
 
 def _tokenizer_class(where: str) -> type[Any]:

@@ -18,7 +18,6 @@ from rlcore.config import RunConfig, WarmStartConfig
 from rlcore.errors import DataError
 from rlcore.models.load import build_scratch_model
 from rlcore.models.memory import release_cached_memory
-from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, make_requests
 from rlcore.run.initial_policy import (
     METRICS,
@@ -236,7 +235,7 @@ class WarmStart:
             return known
         if not config.warm_start.enabled:
             with published_directory(self._directory, {FINGERPRINT: self._directory.name}) as folder:
-                build_model(config, folder)
+                build_scratch_model(config.model.scratch, seed=config.seed, directory=folder)
             return InitialPolicy(self._directory, cached=False)
         self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
         if (known := known_initial_policy(config, self._inputs)) is not None:  # another run has created it
@@ -295,17 +294,3 @@ class WarmStart:
         workers.export(self._directory, "start_model", facts=facts)
         self.close(failed=False, is_over=True)
         remove_checkpoints(self._layout)
-
-
-def build_model(config: RunConfig, folder: Path) -> None:
-    """Write a randomly initialized model and its tokenizer into a folder."""
-    build_scratch_tokenizer(config.model.scratch, folder)
-    tokenizer = load_tokenizer(folder)
-    build_scratch_model(
-        config.model.scratch,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=config.seed,
-        directory=folder,
-    )

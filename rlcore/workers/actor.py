@@ -11,6 +11,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import (
@@ -28,7 +29,7 @@ from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
 from rlcore.models.memory import OffloadedWeights, compact, local_tensor
-from rlcore.models.parallel import full_state, reshard
+from rlcore.models.parallel import full_state
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, round_weights
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.trained_model import (
@@ -60,7 +61,8 @@ class Actor(TrainedModel[CausalPolicy]):
     def offload_base(self) -> None:
         """Offload the frozen base weights of a LoRA model, if `model.lora.offload` is set, until `base.reload` is
         called."""
-        reshard(self.model)
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # it keeps gathered weights after a forward pass without gradient
         self.base.offload()
         if not self._offloads_base:
             return

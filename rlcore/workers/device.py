@@ -69,10 +69,8 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
     if interface := next(loopback, None):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-    listener = None
-    if rank == 0:  # else the store listens on all addresses
-        bound = socket.create_server((LOOPBACK, address.port))
-        listener = bound.detach()
+    # A store without a given listener listens on all addresses.
+    listener = socket.create_server((LOOPBACK, address.port)).detach() if rank == 0 else None
     store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch lists no names
         LOOPBACK, address.port, world_size, is_master=rank == 0, master_listen_fd=listener
     )
@@ -134,15 +132,6 @@ class MemoryPeak:
     shortages: tuple[OomRetry, ...] = ()
 
 
-def gpu_peak() -> tuple[int, int]:
-    """Return the peak bytes that torch has allocated and reserved on its GPU since the last call, or zeros on a CPU."""
-    if not torch.cuda.is_initialized():
-        return 0, 0
-    found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
-    return found
-
-
 class MemoryMeter:
     """A meter of peak GPU memory. Bytes that a sleeping vLLM has unmapped are excluded, though torch counts them."""
 
@@ -157,7 +146,10 @@ class MemoryMeter:
             self._is_asleep = is_asleep
 
     def peak(self) -> tuple[int, int]:
-        """Return the peak bytes that torch has allocated and reserved since the meter was created."""
-        (allocated, reserved), unmapped = gpu_peak(), engine_pool_bytes() if self._is_asleep else 0
-        self._max = max(self._max[0], allocated - unmapped), max(self._max[1], reserved - unmapped)
+        """Return the peak bytes that torch has allocated and reserved since the meter was created, or 0 on a CPU."""
+        if torch.cuda.is_initialized():
+            unmapped = engine_pool_bytes() if self._is_asleep else 0
+            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+            self._max = max(self._max[0], allocated - unmapped), max(self._max[1], reserved - unmapped)
         return self._max

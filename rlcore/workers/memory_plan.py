@@ -231,23 +231,19 @@ def resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[
         if not model.offloads:
             held[f"{model.name}: moments"] = MOMENTS * model.parameters // ranks
     if config.model.lora is not None:
-        in_4_bits = shape.layers * _layer_weights_in_4_bits(config, shape)  # all on each rank
-        held[FROZEN_BASE] = round(NF4 * in_4_bits) + itemsize * (shape.policy_parameters - in_4_bits) // ranks
+        held[FROZEN_BASE] = frozen_bytes(shape, itemsize, config.model.lora.base, ranks)
     if _has_reference(config) and not config.algo.kl.offload:
         held["reference"] = itemsize * shape.policy_parameters
-    if config.algo.teacher is not None and not config.algo.teacher.offload:
-        held["teacher"] = sum(teacher_bytes(config, shape, itemsize))
+    if (teacher := config.algo.teacher) is not None and not teacher.offload:
+        held["teacher"] = sum(frozen_bytes(each, itemsize, teacher.base) for each in teacher_shapes(config, shape))
     return held
 
 
-def teacher_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> list[int]:
-    """Return the bytes of the weights of each teacher."""
-    is_in_4_bits = config.algo.teacher is not None and config.algo.teacher.base == "nf4"
-    found = []
-    for teaching in teacher_shapes(config, shape):
-        in_4_bits = teaching.layers * teaching.layer_weights if is_in_4_bits else 0
-        found.append(round(NF4 * in_4_bits) + itemsize * (teaching.policy_parameters - in_4_bits))
-    return found
+def frozen_bytes(shape: ModelShape, itemsize: int, base: Literal["native", "nf4"], ranks: int = 1) -> int:
+    """Return the bytes of a frozen model's weights on one of `ranks` ranks. With `base="nf4"`, each rank has the 4-bit
+    weights of all layers."""
+    in_4_bits = shape.layers * shape.layer_weights if base == "nf4" else 0
+    return round(NF4 * in_4_bits) + itemsize * (shape.policy_parameters - in_4_bits) // ranks
 
 
 def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -> dict[str, dict[str, int]]:
@@ -259,10 +255,13 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     offloads_base = lora is not None and lora.offload
     with_engine = {name: size for name, size in held.items() if not (offloads_base and name == FROZEN_BASE)}
     head = partial(head_bytes, shape, itemsize, model.head_chunk_tokens, tokens)
-    is_reloaded = _has_reference(config) and config.algo.kl.offload
-    brings_teacher = config.algo.teacher is not None and config.algo.teacher.offload
-    widest = [shape, *teacher_shapes(config, shape)]
-    layer = tokens * max(forward_activation_bytes(each, itemsize) for each in widest)
+    teacher, teachers = config.algo.teacher, teacher_shapes(config, shape)
+    reloaded = {}
+    if _has_reference(config) and config.algo.kl.offload:
+        reloaded["reference, brought back"] = itemsize * shape.policy_parameters
+    if teacher is not None and teacher.offload:
+        reloaded["teacher, brought back"] = max(frozen_bytes(each, itemsize, teacher.base) for each in teachers)
+    layer = tokens * max(forward_activation_bytes(each, itemsize) for each in [shape, *teachers])
     whole = FULL * shape.embedding
     if lora is not None:  # or a merged matrix, its float32 sum and its terms
         whole = max(itemsize * shape.embedding, 2 * (FULL + itemsize) * shape.hidden * shape.intermediate)
@@ -271,8 +270,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
         PASSES: {
             **held,
             **asleep,
-            **({"reference, brought back": itemsize * shape.policy_parameters} if is_reloaded else {}),
-            **({"teacher, brought back": max(teacher_bytes(config, shape, itemsize))} if brings_teacher else {}),
+            **reloaded,
             "gathered weights": models[0].gathered,
             # Without gradients the layers' tensors are freed before the head.
             "the head, or a layer": max(layer, head(gradient="none")),

@@ -13,9 +13,9 @@ from rlcore.checkpoint.load import export_checkpoint, export_transformers, load_
 from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
+from rlcore.models.load import build_scratch_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state
-from rlcore.run.supervised import build_model
 from rlcore.storage.manifest import verify_directory
 from tests.checkpoint.small import save_shards
 from tests.helpers.checkpoints import state_at, store_at
@@ -27,9 +27,7 @@ SCRATCH = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_s
 
 @pytest.fixture
 def initial_policy(tmp_path: Path) -> Path:
-    (folder := tmp_path / "start").mkdir()
-    build_model(RunConfig(model=ModelConfig(scratch=SCRATCH)), folder)
-    return folder
+    return build_scratch_model(SCRATCH, seed=1, directory=tmp_path / "start")
 
 
 def trained(initial_policy: Path, shift: float) -> dict[str, torch.Tensor]:

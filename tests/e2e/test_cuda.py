@@ -16,7 +16,7 @@ from rlcore.models.kernels import choose_attention
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state, shard
-from tests.models.tiny import CPU, VOCAB, answers, assert_alike, attend, cumulated, make_batch, outcome, policy_of
+from tests.models.tiny import CPU, VOCAB, answers, assert_alike, attend, inputs_of, make_batch, outcome, policy_of
 
 pytestmark = [
     pytest.mark.cuda,
@@ -55,10 +55,9 @@ def test_kernels_equal_dense_attention_by_length(name: str, window: int | None) 
     choice = choose_attention(name, CUDA, torch.bfloat16, 64)
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(sum(LENGTHS), heads, 64, generator=generator).cuda().bfloat16() for heads in (8, 2, 2)]
+    bounds = make_batch(LENGTHS).cu_seqlens
     found, expected = (
-        attend(
-            qkv, build_layout(cumulated(LENGTHS), backend=backend, device=CUDA), scaling=0.2, sliding_window=window
-        ).float()
+        attend(qkv, build_layout(bounds, backend=backend, device=CUDA), scaling=0.2, sliding_window=window).float()
         for backend in (choice.name, "sdpa")
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
@@ -155,7 +154,7 @@ def test_a_4_bit_base_is_bit_equal_on_a_gpu(directory: Path, dtype: str) -> None
     assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in full_state(found))
     with torch.no_grad():
         first, second = (
-            policy(*(x.to(policy.device) for x in make_batch(LENGTHS).inputs), temperature=1.0, entropy="none")
+            policy(*(x.to(policy.device) for x in inputs_of(make_batch(LENGTHS))), temperature=1.0, entropy="none")
             for policy in (found, expected)
         )
     assert (first.logprobs.cpu() - second.logprobs).abs().mean() < 0.03

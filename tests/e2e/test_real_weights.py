@@ -24,7 +24,7 @@ from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.share_of_digits import LEARNING
 from tests.helpers.small_run import prepare, train
-from tests.models.tiny import Batch, twin
+from tests.models.tiny import inputs_of, twin
 
 CPU = torch.device("cpu")
 ROUNDING = 5e-5
@@ -43,15 +43,11 @@ def plain(folder: Path) -> PreTrainedModel:
 
 def logprobs_of(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     """Return the log-probability of each token in the loss, 0 elsewhere."""
-    tokens = (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
-    return twin(model, Batch(*tokens, weights=torch.ones_like(batch.loss_mask)), 1.0)[0]
+    return twin(model, batch, 1.0)[0]
 
 
 def outputs(policy: CausalPolicy, batch: PackedBatch) -> Tensor:
-    return policy(
-        batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask, temperature=1.0,
-        entropy="none",
-    ).logprobs  # fmt: skip
+    return policy(*inputs_of(batch), temperature=1.0, entropy="none").logprobs
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from rlcore.config import MixtureData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
 from rlcore.models.load import build_scratch_model
-from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.initial_policy import InitialPolicy, ensure_tokenizer, stage_layout
 from rlcore.run.layout import RunInputs, RunLayout
@@ -88,8 +87,7 @@ def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
 def other_model(root: Path, scratch: ScratchModel) -> Path:
     folder = root / f"other-{scratch.hidden_size}"
     if not folder.exists():
-        build_scratch_tokenizer(scratch, folder)
-        build_scratch_model(scratch, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=folder)
+        build_scratch_model(scratch, seed=1, directory=folder)
     return folder
 
 

@@ -17,15 +17,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from rlcore.batching.pack import select
 from rlcore.config.algo import OptimConfig
 from rlcore.config.model import LoraConfig, ModelConfig
 from rlcore.models import parallel
 from rlcore.models.load import load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors
 from rlcore.models.memory import OffloadedWeights, build_optimizer, clip_grad_norm, compact, local_tensor
-from rlcore.models.parallel import full_state, gather_parameter, reshard, shard
+from rlcore.models.parallel import full_state, gather_parameter, shard
 from rlcore.models.policy import CausalPolicy, ValueModel
-from tests.models.tiny import CPU, Batch, make_batch, policy_of
+from rlcore.types import PackedBatch
+from tests.models.tiny import CPU, inputs_of, make_batch, policy_of
 
 LENGTHS = (5, 3, 9, 1, 5, 14, 3, 3)
 CASES = ("tied", "untied-checkpointed", "lora", "lora-nf4", "value", "bfloat16", "lora-bfloat16", "lora-float32-base")
@@ -57,11 +59,11 @@ def build(case: str, models: Path) -> CausalPolicy | ValueModel:
     return policy if lora is None else add_adapters(policy, lora, seed=5)
 
 
-def loss_of(model: CausalPolicy | ValueModel, micro: Batch) -> Tensor:
+def loss_of(model: CausalPolicy | ValueModel, micro: PackedBatch) -> Tensor:
     if isinstance(model, ValueModel):
-        return ((model(*micro.inputs[:3]) - micro.weights).square() * micro.loss_mask).sum()
-    out = model(*micro.inputs, temperature=0.8, entropy="grad")
-    return ((out.logprobs + 0.1 * out.entropy) * micro.weights).sum()
+        return ((model(*inputs_of(micro)[:3]) - micro.behavior_logprobs).square() * micro.loss_mask).sum()
+    out = model(*inputs_of(micro), temperature=0.8, entropy="grad")
+    return ((out.logprobs + 0.1 * out.entropy) * micro.behavior_logprobs).sum()
 
 
 def run_case(
@@ -81,7 +83,7 @@ def run_case(
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros(())
         for sequences in micro_batches:
-            loss = loss_of(model, whole.pick(sequences))
+            loss = loss_of(model, select(whole, sequences))
             (loss * world_size).backward()
             total += loss.detach()
         if mesh is not None:
@@ -101,7 +103,7 @@ def wait_on_the_host(case: str, models: Path, mesh: DeviceMesh) -> None:
     assert isinstance(policy, CausalPolicy)
     micro = make_batch(LENGTHS, seed=4)
     first = loss_of(policy, micro).detach()
-    reshard(policy)
+    policy.reshard()
     before = {name: tensor.clone() for name, tensor in full_state(policy)}
     frozen = [tensor for _, tensor in frozen_tensors(policy)]
     assert any(tensor.dtype == torch.uint8 for tensor in frozen) == (case == "lora-nf4")

@@ -22,16 +22,29 @@ def make_inputs(num_tokens: int = 11, hidden_size: int = 5, vocab: int = 13) -> 
     return hidden, weight, torch.randint(vocab, (num_tokens,), generator=generator)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "block_elements"), [(1, 1 << 20), (4, 1), (4, 40), (100, 1 << 20)])
+@pytest.fixture(autouse=True)
+def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_compiled", lambda function: function)  # a compiled run is in test_cuda.py
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "block_elements", "compiled"),
+    [(1, 1 << 20, False), (4, 1, False), (4, 40, False), (100, 1 << 20, False), (4, 1 << 20, True)],
+)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize("mode", ["none", "value", "grad"])
 def test_values_and_gradients_equal_the_naive_twins(
-    mode: EntropyMode, temperature: float, chunk_tokens: int, block_elements: int, monkeypatch: pytest.MonkeyPatch
+    mode: EntropyMode,
+    temperature: float,
+    chunk_tokens: int,
+    block_elements: int,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Values are compared in Python floats, gradients with those of all logits in float64."""
     monkeypatch.setattr(head, "_CPU_BLOCK_ELEMENTS", block_elements)
     hidden, weight, targets = make_inputs()
-    options = {"temperature": temperature, "chunk_tokens": chunk_tokens, "entropy": mode}
+    options = {"temperature": temperature, "chunk_tokens": chunk_tokens, "entropy": mode, "compiled": compiled}
     out = token_logprobs_and_entropy(hidden, weight, targets, **options)
     assert out.entropy.requires_grad == (mode == "grad")
     for row, target in enumerate(targets.tolist()):
@@ -48,28 +61,10 @@ def test_values_and_gradients_equal_the_naive_twins(
         torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["none", "value", "grad"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_head_equals_blocks(mode: EntropyMode, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "_compiled", lambda function: function)  # a compiled run is in test_cuda.py
-    found = []
-    for compiled in (False, True):
-        hidden, weight, targets = (x.detach().to(dtype) if x.is_floating_point() else x for x in make_inputs())
-        hidden.requires_grad_()
-        weight.requires_grad_()
-        options = {"temperature": 0.6, "chunk_tokens": 4, "entropy": mode, "compiled": compiled}
-        out = token_logprobs_and_entropy(hidden, weight, targets, **options)
-        (out.logprobs * torch.arange(11) + (out.entropy if mode == "grad" else 0)).sum().backward()
-        found.append((out.logprobs, out.entropy, hidden.grad, weight.grad))
-    for blocks, fused in zip(*found, strict=True):
-        torch.testing.assert_close(fused, blocks, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.1)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mode", ["none", "grad"])
-def test_candidates_equal_further_targets(mode: EntropyMode, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_equal_further_targets(mode: EntropyMode, compiled: bool) -> None:
     """Values and gradients are those of one call per column. A candidate may be the target too."""
-    monkeypatch.setattr(head, "_compiled", lambda function: function)
     hidden, weight, targets = make_inputs()
     candidates = torch.stack([targets, (targets + 3) % 13, (targets + 7) % 13], dim=1)
     options = {"temperature": 0.6, "chunk_tokens": 4, "entropy": mode, "compiled": compiled}
@@ -132,12 +127,14 @@ def test_head_handles_large_logits() -> None:
     assert hidden.grad.isfinite().all()
 
 
-def test_head_accumulates_bfloat16_in_float32() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_head_accumulates_bfloat16_in_float32(compiled: bool) -> None:
     num_tokens = 2_000
     hidden = torch.ones(num_tokens, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(5, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
-    out = token_logprobs_and_entropy(hidden, weight, targets, temperature=1.0, chunk_tokens=2, entropy="value")
+    options = {"temperature": 1.0, "chunk_tokens": 2, "entropy": "value", "compiled": compiled}
+    out = token_logprobs_and_entropy(hidden, weight, targets, **options)
     assert out.logprobs.dtype == out.entropy.dtype == torch.float32
     out.logprobs.sum().backward()
     # 0.8 a token on the target's row. A bfloat16 sum stops at 512, where its step exceeds a chunk.

@@ -16,7 +16,7 @@ from rlcore.config.model import ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.load import TESTED, load_policy, load_value_model
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
-from tests.models.tiny import CPU, make_batch, policy_of, write_model
+from tests.models.tiny import CPU, inputs_of, make_batch, policy_of, write_model
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_load_policy_expands_home(directory: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", str(directory.parent))
     batch = make_batch((4, 3))
     found, expected = (
-        load_policy(path, model=ModelConfig(), device=CPU)(*batch.inputs, temperature=1.0, entropy="none").logprobs
+        load_policy(path, model=ModelConfig(), device=CPU)(*inputs_of(batch), temperature=1.0, entropy="none").logprobs
         for path in ("~/model", directory)
     )
     assert torch.equal(found, expected)
@@ -131,7 +131,7 @@ def test_config_dropout_is_disabled(directory: Path) -> None:
     edit_config(directory, attention_dropout=0.5)
     batch = make_batch((4, 3))
     policy = policy_of(directory)
-    first, second = (policy(*batch.inputs, temperature=1.0, entropy="none").logprobs for _ in range(2))
+    first, second = (policy(*inputs_of(batch), temperature=1.0, entropy="none").logprobs for _ in range(2))
     assert torch.equal(first, second)
 
 

@@ -28,8 +28,9 @@ from rlcore.models.lora import (
 )
 from rlcore.models.memory import build_optimizer
 from rlcore.models.parallel import adapter_state, full_state
+from rlcore.types import PackedBatch
 from tests.helpers.nf4 import nearest_levels
-from tests.models.tiny import CPU, Batch, make_batch, plain_model, policy_of, twin, write_model
+from tests.models.tiny import CPU, inputs_of, make_batch, plain_model, policy_of, twin, write_model
 
 LORA = LoraConfig(rank=4, alpha=10.0)
 
@@ -38,8 +39,8 @@ def load_adapted(directory: Path, lora: LoraConfig = LORA, seed: int = 0, **sett
     return add_adapters(policy_of(directory, lora=lora, **settings), lora, seed=seed)
 
 
-def logprobs(policy: Any, batch: Batch) -> Tensor:
-    return policy(*batch.inputs, temperature=1.0, entropy="none").logprobs
+def logprobs(policy: Any, batch: PackedBatch) -> Tensor:
+    return policy(*inputs_of(batch), temperature=1.0, entropy="none").logprobs
 
 
 def train_adapters(directory: Path, lora: LoraConfig = LORA, **settings: Any):
@@ -111,9 +112,9 @@ def test_lora_gradients_match_merged_twin(tmp_path: Path, rslora: bool, base: st
         return torch.func.functional_call(plain, merged, (token_ids,))
 
     policy.zero_grad()
-    (logprobs(policy, batch) * batch.weights).sum().backward()
+    (logprobs(policy, batch) * batch.behavior_logprobs).sum().backward()
     expected, _ = twin(by_functional_call, batch, 1.0)
-    (expected * batch.weights).sum().backward()
+    (expected * batch.behavior_logprobs).sum().backward()
     torch.testing.assert_close(logprobs(policy, batch), expected, rtol=0, atol=1e-5)
     found = dict(policy.model.named_parameters())
     for name, leaf in leaves.items():

@@ -18,10 +18,12 @@ from tests.models.tiny import (
     VOCAB,
     assert_close_gradients,
     gradients,
+    inputs_of,
     make_batch,
     outcome,
     plain_model,
     policy_of,
+    slices_of,
     twin,
     write_model,
 )
@@ -35,14 +37,14 @@ def test_packed_policy_matches_separate_sequences(kind: str, tmp_path: Path) -> 
     batch = make_batch(LENGTHS)
     reference = plain_model(directory)
     expected, expected_entropy = twin(reference, batch, temperature=0.7)
-    ((expected + 0.3 * expected_entropy) * batch.weights).sum().backward()
+    ((expected + 0.3 * expected_entropy) * batch.behavior_logprobs).sum().backward()
     for checkpointing in (False, True):
         policy = policy_of(directory, gradient_checkpointing=checkpointing, head_chunk_tokens=7)
-        out = policy(*batch.inputs, temperature=0.7, entropy="grad")
+        out = policy(*inputs_of(batch), temperature=0.7, entropy="grad")
         torch.testing.assert_close(out.logprobs, expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(out.entropy, expected_entropy, rtol=0, atol=1e-5)
         assert not torch.stack([out.logprobs, out.entropy])[:, ~batch.loss_mask].any()
-        ((out.logprobs + 0.3 * out.entropy) * batch.weights).sum().backward()
+        ((out.logprobs + 0.3 * out.entropy) * batch.behavior_logprobs).sum().backward()
         assert_close_gradients(gradients(policy.model), gradients(reference))
 
 
@@ -79,7 +81,7 @@ def test_policy_is_deterministic(tmp_path: Path) -> None:
 def test_micro_batch_without_loss_runs_backward(tmp_path: Path) -> None:
     policy = policy_of(write_model("qwen2-tied", tmp_path))
     batch = make_batch((3, 4))
-    out = policy(*batch.inputs[:-1], torch.zeros_like(batch.loss_mask), temperature=1.0, entropy="grad")
+    out = policy(*inputs_of(batch)[:-1], torch.zeros_like(batch.loss_mask), temperature=1.0, entropy="grad")
     (out.logprobs.sum() + out.entropy.sum()).backward()
     assert all((p.grad == 0).all() for p in policy.parameters())  # skipping it would hang other ranks
 
@@ -89,7 +91,7 @@ def test_decode_matches_packed_forward(kind: str, tmp_path: Path) -> None:
     policy = policy_of(write_model(kind, tmp_path), gradient_checkpointing=True).eval()
     prompts, num_new = (4, 1, 6), 5
     batch = make_batch([n + num_new for n in prompts], seed=3)
-    rows = [batch.token_ids[part] for part in batch.slices()]
+    rows = [batch.token_ids[part] for part in slices_of(batch)]
     width = max(prompts)
     tokens = torch.full((3, width), 5)
     mask = torch.zeros(3, width, dtype=torch.int64)
@@ -104,10 +106,10 @@ def test_decode_matches_packed_forward(kind: str, tmp_path: Path) -> None:
             new = torch.stack([row[n + step] for row, n in zip(rows, prompts, strict=True)])
             logits.append(policy.decode(new[:, None], mask, mask.sum(1, keepdim=True) - 1, cache))
     assert logits[0].dtype == torch.float32
-    for row, (n, part) in enumerate(zip(prompts, batch.slices(), strict=True)):
+    for row, (n, part) in enumerate(zip(prompts, slices_of(batch), strict=True)):
         for token in range(0, VOCAB, 8):
             out = policy(
-                *batch.inputs[:3], torch.full_like(batch.target_ids, token), torch.ones_like(batch.loss_mask),
+                *inputs_of(batch)[:3], torch.full_like(batch.target_ids, token), torch.ones_like(batch.loss_mask),
                 temperature=1.0, entropy="none",
             ).logprobs[part]  # fmt: skip
             decoded = torch.stack([step[row].log_softmax(-1)[token] for step in logits])
@@ -116,7 +118,7 @@ def test_decode_matches_packed_forward(kind: str, tmp_path: Path) -> None:
 
 def test_policy_temperature_zero_counts_as_one(tmp_path: Path) -> None:
     policy, batch = policy_of(write_model("qwen2-tied", tmp_path)), make_batch((3, 4))
-    greedy, warm = (policy(*batch.inputs, temperature=t, entropy="none").logprobs for t in (0.0, 1.0))
+    greedy, warm = (policy(*inputs_of(batch), temperature=t, entropy="none").logprobs for t in (0.0, 1.0))
     assert torch.equal(greedy, warm)
 
 
@@ -130,9 +132,9 @@ def test_bfloat16_compute_keeps_float32_rotary_tables(tmp_path: Path) -> None:
     assert {p.dtype for p in mixed.parameters()} == {torch.float32}
     table = exact.model.model.rotary_emb.inv_freq
     assert torch.equal(stored.model.model.rotary_emb.inv_freq, table)
-    expected = exact(*batch.inputs, temperature=1.0, entropy="none").logprobs
+    expected = exact(*inputs_of(batch), temperature=1.0, entropy="none").logprobs
     for policy in (stored, mixed):
-        out = policy(*batch.inputs, temperature=1.0, entropy="none").logprobs
+        out = policy(*inputs_of(batch), temperature=1.0, entropy="none").logprobs
         assert out.dtype == torch.float32
         assert not torch.equal(out, expected)
         torch.testing.assert_close(out, expected, rtol=0, atol=0.5)
@@ -159,32 +161,32 @@ def test_value_model_matches_plain_trunk(kind: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(1, 32, generator=generator, requires_grad=True)
     expected = torch.cat(
-        [reference(batch.token_ids[part][None]).last_hidden_state[0] @ head[0] + 0.25 for part in batch.slices()]
+        [reference(batch.token_ids[part][None]).last_hidden_state[0] @ head[0] + 0.25 for part in slices_of(batch)]
     )
-    (expected * batch.weights).sum().backward()
+    (expected * batch.behavior_logprobs).sum().backward()
     for checkpointing in (False, True):
         settings = ModelConfig(gradient_checkpointing=checkpointing)
         value_model = load_value_model(directory, model=settings, device=CPU)
         with torch.no_grad():
             value_model.value_head.weight.copy_(head)
             value_model.value_head.bias.fill_(0.25)
-        values = value_model(*batch.inputs[:3])
+        values = value_model(*inputs_of(batch)[:3])
         assert values.shape == (sum(VALUE_LENGTHS),)
         torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
-        (values * batch.weights).sum().backward()
+        (values * batch.behavior_logprobs).sum().backward()
         assert_close_gradients(gradients(value_model.model), gradients(reference))
         torch.testing.assert_close(value_model.value_head.weight.grad, head.grad, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(value_model.value_head.bias.grad, batch.weights.sum()[None])
+        torch.testing.assert_close(value_model.value_head.bias.grad, batch.behavior_logprobs.sum()[None])
 
 
 def test_value_head_starts_at_zero_in_float32(tmp_path: Path) -> None:
     value_model = load_value_model(write_model("qwen2-tied", tmp_path), model=ModelConfig(dtype="bfloat16"), device=CPU)
     batch = make_batch(VALUE_LENGTHS)
-    values = value_model(*batch.inputs[:3])
+    values = value_model(*inputs_of(batch)[:3])
     assert (values == 0).all()
     (values - 1).square().sum().backward()
     assert (value_model.value_head.weight.grad != 0).all()
     torch.nn.init.normal_(value_model.value_head.weight, generator=torch.Generator().manual_seed(0))
-    values = value_model(*batch.inputs[:3])
+    values = value_model(*inputs_of(batch)[:3])
     assert values.dtype == torch.float32
     assert not torch.equal(values, values.bfloat16().float())

@@ -11,13 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from rlcore.config.model import ScratchModel
 from rlcore.models.load import build_scratch_model
 from rlcore.models.tokenizer import (
-    build_scratch_tokenizer,
     end_of_text_ids,
     load_tokenizer,
     response_tags,
     text_decoder,
 )
-from tests.helpers.tokenizer_kinds import MARKERS, PLAIN, TAGS, tagged
+from tests.helpers.tokenizer_kinds import KINDS, MARKERS, PLAIN, TAGS, tagged
 
 SMALL = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_position_embeddings=32)
 
@@ -25,14 +24,7 @@ SMALL = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_siz
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     """The config of the model in the same directory must not change tokenization."""
-    return load_tokenizer(build(tmp_path_factory.mktemp("model"), seed=1))
-
-
-def build(directory: Path, seed: int) -> Path:
-    vocab_size = len(load_tokenizer(build_scratch_tokenizer(SMALL, directory)))
-    return build_scratch_model(
-        SMALL, vocab_size=vocab_size, eos_token_id=1, pad_token_id=0, seed=seed, directory=directory
-    )
+    return load_tokenizer(build_scratch_model(SMALL, seed=1, directory=tmp_path_factory.mktemp("model")))
 
 
 def test_scratch_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -59,7 +51,10 @@ def test_scratch_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_scratch_model_is_reproducible(tmp_path: Path) -> None:
-    first, again, other = (build(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    first, again, other = (
+        build_scratch_model(SMALL, seed=seed, directory=tmp_path / name)
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
     names = sorted(file.name for file in first.iterdir())
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
     assert names == sorted(file.name for file in again.iterdir())
@@ -68,34 +63,16 @@ def test_scratch_model_is_reproducible(tmp_path: Path) -> None:
         assert ((first / name).read_bytes() != (other / name).read_bytes()) == (name == "model.safetensors"), name
 
 
-def test_scratch_model_keeps_random_state(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    build(tmp_path, seed=1)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_scratch_directory_loads_in_transformers(tmp_path: Path) -> None:
-    directory = build(tmp_path, seed=1)
+    state = torch.get_rng_state()
+    directory = build_scratch_model(SMALL, seed=1, directory=tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert type(model).__name__ == "Qwen2ForCausalLM"
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.generation_config.eos_token_id == 1
     assert end_of_text_ids(directory) == frozenset({1})
-
-
-@pytest.mark.parametrize("cleans", [False, True])
-def test_decoder_matches_transformers(tmp_path: Path, cleans: bool) -> None:
-    made = load_tokenizer(build_scratch_tokenizer(SMALL, tmp_path))
-    made.clean_up_tokenization_spaces = cleans  # " ," becomes ","
-    decode, answers = text_decoder(made), [tuple(made.encode("3 , 4 > 12 + 7")), (), (0, 1, 14, 1)]
-    expected = made.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
-    assert decode(answers) == expected
-    assert expected[0] == ("3, 4 > 12 + 7" if cleans else "3 , 4 > 12 + 7")
-    assert decode([]) == []
-    assert ("by_tokenizers" in decode.__qualname__) != cleans, "the faster decoder is used where it is exact"
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
@@ -106,13 +83,14 @@ def test_decoder_keeps_tags_only(tmp_path: Path, byte_level: bool) -> None:
     ids = tokenizer.encode("".join(parts))
     assert tokenizer.convert_ids_to_tokens(ids) == parts
     between = "" if byte_level else " "
-    texts = text_decoder(tokenizer)([ids, [], ids[:1]])
-    assert texts == [between.join(["a", *TAGS, "b", *PLAIN, "a"]), "", ""]
+    decode = text_decoder(tokenizer)
+    assert decode([]) == []
+    assert decode([ids, [], ids[:1]]) == [between.join(["a", *TAGS, "b", *PLAIN, "a"]), "", ""]
     assert text_decoder(tokenizer, skip_special_tokens=False)([ids]) == [between.join(parts)]
 
 
-def test_decoder_without_tags_matches_transformers(smollm2: Path) -> None:
-    tokenizer = load_tokenizer(smollm2)
+def test_decoder_without_tags_matches_transformers(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(KINDS["chatml"].saved(tmp_path))
     assert response_tags(tokenizer) == frozenset()
     ids = tokenizer.encode("<|im_start|>user\nIt 's <think>4</think> </s>.<|im_end|>\n")
     assert text_decoder(tokenizer)([ids]) == [tokenizer.decode(ids, skip_special_tokens=True)]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,48 +65,34 @@ def policy_of(directory: Path, **settings: object) -> CausalPolicy:
     return load_policy(directory, model=ModelConfig(**settings), device=CPU)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Arguments of `CausalPolicy.forward`, and weights for a loss on its outputs."""
+def inputs_of(batch: PackedBatch) -> tuple[Tensor, ...]:
+    """Return the batch's arguments of `CausalPolicy.forward`."""
+    return batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask
 
-    token_ids: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    target_ids: Tensor
-    loss_mask: Tensor
-    weights: Tensor
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self.token_ids, self.position_ids, self.cu_seqlens, self.target_ids, self.loss_mask
-
-    def slices(self) -> list[slice]:
-        bounds = self.cu_seqlens.tolist()
-        return [slice(a, b) for a, b in pairwise(bounds)]
-
-    def pick(self, sequences: Sequence[int]) -> "Batch":
-        """Select sequences."""
-        parts = [self.slices()[i] for i in sequences]
-        flat = [torch.cat([t[p] for p in parts]) for t in (self.token_ids, self.position_ids)]
-        rest = [torch.cat([t[p] for p in parts]) for t in (self.target_ids, self.loss_mask, self.weights)]
-        return Batch(*flat, cumulated([p.stop - p.start for p in parts]), *rest)
+def slices_of(batch: PackedBatch) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(batch.cu_seqlens.tolist())]
 
 
 def cumulated(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def make_batch(lengths: Sequence[int], seed: int = 0) -> Batch:
-    """Return random sequences; about 60% of the tokens have a loss."""
+def make_batch(lengths: Sequence[int], seed: int = 0) -> PackedBatch:
+    """Return random sequences; about 60% of the tokens have a loss. Tests use `behavior_logprobs` as the weights of a
+    loss."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
-    return Batch(
+    return PackedBatch(
         token_ids=torch.randint(2, VOCAB, (num_tokens,), generator=generator),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=cumulated(lengths),
         target_ids=torch.randint(2, VOCAB, (num_tokens,), generator=generator),
         loss_mask=torch.rand(num_tokens, generator=generator) < 0.6,
-        weights=torch.randn(num_tokens, generator=generator),
+        behavior_logprobs=torch.randn(num_tokens, generator=generator),
+        scores=torch.zeros(len(lengths)),
+        score_mask=torch.ones(len(lengths), dtype=torch.bool),
+        group_ids=torch.arange(len(lengths)),
     )
 
 
@@ -128,10 +113,10 @@ def answers(groups: Sequence[tuple[int, Sequence[int]]], *, unscored: frozenset[
     return pack(rollouts, scores, numbers)
 
 
-def twin(model: PreTrainedModel, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+def twin(model: PreTrainedModel, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies from full logits, one sequence at a time."""
     logprobs, entropies = [], []
-    for part in batch.slices():
+    for part in slices_of(batch):
         logits = model(batch.token_ids[part][None]).logits[0] / temperature
         log_probs = logits.log_softmax(-1)
         chosen = log_probs.gather(1, batch.target_ids[part, None])[:, 0]
@@ -155,17 +140,12 @@ def assert_close_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor
         torch.testing.assert_close(actual[name], gradient, rtol=0, atol=float(tolerance * scale), msg=name)
 
 
-def outcome(policy: CausalPolicy, batch: Batch | PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def outcome(policy: CausalPolicy, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return log-probabilities and gradients of a batch, on the CPU."""
     policy.zero_grad(set_to_none=True)
-    shared = shared_prompts(batch) if policy.share_prompts and isinstance(batch, PackedBatch) else None
-    inputs = [
-        x.to(policy.device)
-        for x in (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
-    ]
-    weights = torch.randn(len(batch.token_ids), generator=torch.Generator().manual_seed(1))
-    weights = batch.weights if isinstance(batch, Batch) else weights
-    out = policy(*inputs, shared, temperature=0.8, entropy="grad")
+    shared = shared_prompts(batch) if policy.share_prompts else None
+    weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
+    out = policy(*(x.to(policy.device) for x in inputs_of(batch)), shared, temperature=0.8, entropy="grad")
     ((out.logprobs + 0.1 * out.entropy) * weights.to(policy.device)).sum().backward()
     return out.logprobs.detach().cpu(), {
         name: gather_parameter(p.grad).float().cpu() for name, p in policy.model.named_parameters()

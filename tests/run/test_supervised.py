@@ -16,9 +16,10 @@ from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
+from rlcore.models.load import build_scratch_model
 from rlcore.models.policy import CausalPolicy
 from rlcore.run.initial_policy import stage_layout
-from rlcore.run.supervised import Demonstrations, SupervisedTraining, SupervisedWorkers, build_model, has_learned
+from rlcore.run.supervised import Demonstrations, SupervisedTraining, SupervisedWorkers, has_learned
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
 from rlcore.types import Prompt
@@ -79,8 +80,8 @@ OPTIM = ("warm_start.optim.schedule=cosine", "warm_start.optim.warmup_steps=2", 
 
 
 def test_losses_equal_those_of_a_transformers_loop(tmp_path: Path) -> None:
-    (untaught := tmp_path / "untaught").mkdir()
-    build_model(load_config(["experiment=debug"]), untaught)
+    scratch = load_config(["experiment=debug"]).model.scratch
+    untaught = build_scratch_model(scratch, seed=1, directory=tmp_path / "untaught")
     words = ("warm_start.max_steps=6", "warm_start.stop_at_reward=null", "model.dtype=float32")
     run = prepare(tmp_path, f"model.path={untaught}", *words, *OPTIM)
     lessons, config = Demonstrations.read(run.config, run.inputs), run.config.warm_start

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
+from rlcore.models.load import build_scratch_model
 from rlcore.run.initial_policy import REFERENCE, stage_layout
-from rlcore.run.supervised import Demonstrations, build_model
+from rlcore.run.supervised import Demonstrations
 from rlcore.storage.manifest import read_manifest
 from tests.helpers.running import WAIT_S, disturb, output_of, small
 from tests.helpers.small_run import SmallRun, make
@@ -71,8 +72,7 @@ def test_steps_equal_those_of_a_transformers_loop(tmp_path: Path, pairs: str) ->
     """Each response is computed alone, and the reference is a second model."""
     run = make(tmp_path, *DPO, pairs, "warm_start.max_steps=4", "warm_start.held_out_rows=0", "model.dtype=float32")
     lessons, config = Demonstrations.read(run.config, run.inputs), run.config.warm_start
-    (untaught := tmp_path / "untaught").mkdir()
-    build_model(run.config, untaught)
+    untaught = build_scratch_model(run.config.model.scratch, seed=run.config.seed, directory=tmp_path / "untaught")
     model = AutoModelForCausalLM.from_pretrained(untaught, dtype=torch.float32)
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, weight_decay=0.0)

@@ -97,6 +97,8 @@ def test_auto_address_is_the_running_head(private: Path, monkeypatch: pytest.Mon
         assert cluster.address_of("auto") == "head.example:6379"
         monkeypatch.delenv("RAY_ADDRESS")
     assert cluster.address_of("auto") == "auto", "nothing listens there any more"
+    for closed in (address, f"ray://{address}"):
+        assert f"got {closed}, where nothing answers" in str(cluster.unreachable(closed))
 
 
 def test_earlier_import_of_ray_is_refused(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:

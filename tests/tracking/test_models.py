@@ -7,7 +7,7 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from rlcore.config import RunConfig
+from rlcore.config.model import ScratchModel
 from rlcore.errors import TrackingError
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import log_model, model_of, models_of, name_models
@@ -17,11 +17,10 @@ from tests.helpers.mlflow import points
 
 @pytest.fixture
 def model_directory(tmp_path: Path) -> Path:
-    from rlcore.run.supervised import build_model
+    from rlcore.models.load import build_scratch_model
 
-    (folder := tmp_path / "model").mkdir()
-    build_model(RunConfig(model={"scratch": {"hidden_size": 16, "num_layers": 1, "max_integer": 20}}), folder)
-    return folder
+    scratch = ScratchModel(hidden_size=16, num_layers=1, max_integer=20)
+    return build_scratch_model(scratch, seed=1, directory=tmp_path / "model")
 
 
 def log_weights(

@@ -1,5 +1,6 @@
 """Scored responses to prompts, with fake and real engines."""
 
+import json
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -238,11 +239,11 @@ def test_stream_batches_shrink(run: SmallRun, group: LocalGroup, monkeypatch: py
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model with random weights, which samples all tokens."""
-    folder = tagged(tmp_path_factory.mktemp("model"), byte_level=True)
-    tokenizer = load_tokenizer(folder)
-    shape = ScratchModel(max_position_embeddings=256)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return build_scratch_model(shape, vocab_size=len(tokenizer), **ends, seed=1, directory=folder)
+    shape = ScratchModel(max_position_embeddings=256, max_integer=262)  # as many tokens as the tagged tokenizer
+    folder = build_scratch_model(shape, seed=1, directory=tmp_path_factory.mktemp("model"))
+    end = load_tokenizer(tagged(folder, byte_level=True)).eos_token_id
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    return folder
 
 
 @pytest.mark.parametrize("skips", [True, False])

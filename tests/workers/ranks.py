@@ -7,12 +7,12 @@ import gc
 import json
 import os
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,7 +36,7 @@ def random_batch(
     count: int = NUM_SEQUENCES,
     prompt_tokens: tuple[int, int] = (2, 9),
     answer_tokens: tuple[int, int] = (1, 9),
-) -> dict[str, Tensor]:
+) -> TrainBatch:
     rollouts = []
     for index in range(count):
         prompt = Prompt(
@@ -52,22 +52,16 @@ def random_batch(
     def on_answers(scale: float, shift: float) -> Tensor:
         return (torch.from_numpy(rng.standard_normal(packed.num_tokens).astype(np.float32)) * scale + shift) * mask
 
-    tensors = {name: getattr(packed, name) for name in packed.__dataclass_fields__}
-    return tensors | {
-        "old_logprobs": on_answers(0.3, -4.0),
-        "ref_logprobs": on_answers(0.3, -4.0),
-        "old_values": on_answers(0.2, 0.0),
-        "advantages": on_answers(1.0, 0.0),
-        "returns": on_answers(1.0, 0.0),
-        "importance_weights": mask,
-        "covariance_rank": torch.from_numpy(rng.random(packed.num_tokens)),
-    }
-
-
-def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
-    packed = PackedBatch(**{field.name: tensors[field.name] for field in fields(PackedBatch)})
-    others = [field.name for field in fields(TrainBatch) if field.name in tensors]
-    return TrainBatch(packed, **{name: tensors[name] for name in others})
+    return TrainBatch(
+        packed,
+        old_logprobs=on_answers(0.3, -4.0),
+        ref_logprobs=on_answers(0.3, -4.0),
+        old_values=on_answers(0.2, 0.0),
+        advantages=on_answers(1.0, 0.0),
+        returns=on_answers(1.0, 0.0),
+        importance_weights=mask,
+        covariance_rank=torch.from_numpy(rng.random(packed.num_tokens)),
+    )
 
 
 def as_pairs(packed: PackedBatch) -> PackedBatch:
@@ -116,7 +110,7 @@ def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     gc.freeze()  # exclude imported modules from garbage collection
-    tensors = load_file(folder / "batch.safetensors")
+    whole: TrainBatch = torch.load(folder / "batch.pt", weights_only=False)
     for number, case in enumerate(json.loads((folder / f"cases-{world_size}.json").read_text())):
         config = RunConfig.model_validate(case["config"])
         device = choose_device(config.runtime)
@@ -127,8 +121,7 @@ def main() -> None:
         if config.critic is not None:
             # A zero value head has zero gradients below it.
             torch.nn.init.constant_(worker.critic.model.value_head.weight, 0.1)
-        batch = batch_from(tensors)
-        order = case["order"]
+        batch, order = whole, case["order"]
         if config.warm_start.loss == "dpo":
             batch = replace(batch, packed=as_pairs(batch.packed))
             order = [index for index in order if index < batch.packed.num_sequences]

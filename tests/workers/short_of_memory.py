@@ -18,7 +18,7 @@ from rlcore.models.parallel import gather_parameter
 from rlcore.workers.actor import Actor, Critic
 from rlcore.workers.device import choose_device, join_ranks
 from tests.helpers.small_run import prepare
-from tests.workers.ranks import batch_from, random_batch
+from tests.workers.ranks import random_batch
 
 NUM_SEQUENCES = 64
 SLACK_BYTES = 40 << 20  # additional memory: too little for one micro-batch, enough for eight
@@ -30,7 +30,7 @@ def norm(model: torch.nn.Module) -> float:
 
 
 def measure(actor: Actor, critic: Critic, number: int) -> dict[str, float]:
-    data = batch_from(random_batch(np.random.default_rng(5), NUM_SEQUENCES, (100, 101), (50, 150)))
+    data = random_batch(np.random.default_rng(5), NUM_SEQUENCES, (100, 101), (50, 150))
     denominator = Denominator(data.packed.num_loss_tokens, data.packed.num_sequences, 150)
     policy = actor.update(data, number, denominator, lr=1e-3, kl_coef=0.01)
     value = critic.update(data, number, denominator, lr=1e-3)

@@ -19,7 +19,7 @@ from rlcore.types import PackedBatch
 from rlcore.workers import memory_plan as planning
 from rlcore.workers.memory_plan import FREE_SHARE, Device, chosen_settings, fit_settings, plan_memory, resident_bytes
 from tests.helpers.small_run import other_model
-from tests.models.tiny import answers, policy_of
+from tests.models.tiny import answers, inputs_of, policy_of
 
 SCRATCH = ScratchModel(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192)
 QWEN_05B = ModelShape.of_config(PUBLISHED["Qwen/Qwen2.5-0.5B"])
@@ -35,8 +35,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> CausalPolicy:
 
 
 def forward(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
-    inputs = (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
-    return policy(*inputs, temperature=1.0, entropy="value").logprobs.sum()
+    return policy(*inputs_of(batch), temperature=1.0, entropy="value").logprobs.sum()
 
 
 def test_planned_weights_gradients_and_moments_are_real(policy: CausalPolicy) -> None:
@@ -93,11 +92,9 @@ def test_planned_activations_match_autograd(policy: CausalPolicy) -> None:
     assert counted * 0.8 < two - one < counted * planning.ACTIVATION_FACTOR * 1.1
 
 
-def settings(*overrides: str, experiment: str = "tinyzero_ppo") -> RunConfig:
-    """Return TinyZero's settings, by default without recomputation."""
-    own = {text.partition("=")[0] for text in overrides}
-    base = [] if "model.gradient_checkpointing" in own else ["model.gradient_checkpointing=false"]
-    return load_config([f"experiment={experiment}", *base, *overrides])
+def settings(*overrides: str) -> RunConfig:
+    """Return TinyZero's settings without recomputation."""
+    return load_config(["experiment=tinyzero_ppo", "model.gradient_checkpointing=false", *overrides])
 
 
 def test_tutorial_memory_matches_plan() -> None:

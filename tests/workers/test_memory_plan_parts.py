@@ -329,16 +329,7 @@ def test_memory_share_follows_responses() -> None:
 LARGE = ("trainer.batch_size=8192", "trainer.mini_batch_size=8192")
 
 
-def device_with(size: int) -> Device:
-    total = round((size + CONTEXT_BYTES) / (1 - planning.FREE_SHARE))
-    return next(
-        Device("a card", 2, near)
-        for near in range(total - 2, total + 3)
-        if planning.available_bytes(Device("a card", 2, near)) == size
-    )
-
-
-def test_largest_fitting_token_budget() -> None:
+def test_largest_fitting_token_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     config = planning.with_values(settings(HF, *LARGE), {"rollout.max_num_seqs": 1})
     budget = planning.MAX_MICRO_BATCH_TOKENS - 20 * 1_024
     peak = plan_memory(config, SHAPE, UNKNOWN, tokens=budget).peak_bytes
@@ -349,7 +340,8 @@ def test_largest_fitting_token_budget() -> None:
         (10 * peak, 10, planning.MAX_MICRO_BATCH_TOKENS),
         (10 * peak, 70_000, 70_000),
     ):
-        found = planning.with_token_budget(config, SHAPE, device_with(size), least=least)
+        monkeypatch.setattr(planning, "available_bytes", lambda device, size=size: size)
+        found = planning.with_token_budget(config, SHAPE, CARD, least=least)
         assert (found and found.trainer.max_tokens_per_micro_batch) == expected
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,8 @@ def test_bounds_and_mask_stay_on_host(tmp_path: Path) -> None:
         if isinstance(module, PackedTrunk):
             calls.append((module, arguments))
 
-    group = LocalGroup(run.config, str(run.model_directory))
-    hook = register_module_forward_pre_hook(note)
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group, register_module_forward_pre_hook(note):
         train(run, group, 1)
-    finally:
-        hook.remove()
-        group.close()
     assert {type(module) for module, _ in calls} == {CausalPolicy, ValueModel}
     assert len({id(module) for module, _ in calls}) == 3, "policy, reference and critic"
     for module, arguments in calls:

@@ -13,7 +13,6 @@ import torch
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics
-from rlcore.batching.pack import select_train
 from rlcore.checkpoint.save import RankSaver
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
@@ -30,7 +29,7 @@ from tests.helpers.nf4 import nearest_levels
 from tests.helpers.passes import answers, needs
 from tests.helpers.small_run import SmallRun, prepare
 from tests.models.tiny import plain_model
-from tests.workers.ranks import batch_from, random_batch
+from tests.workers.ranks import random_batch
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +194,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 @pytest.fixture(scope="module")
 def batch() -> TrainBatch:
-    whole = batch_from(random_batch(np.random.default_rng(7)))
-    return select_train(whole, range(whole.packed.num_sequences))
+    return random_batch(np.random.default_rng(7))
 
 
 def update(worker: Worker, batch: TrainBatch, number: int, lr: float = 0.05) -> ModelUpdate[PolicyStatistics]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file
 
 from rlcore.config.algo import POLICY_LOSSES
 from tests.helpers.forked import run_side_by_side
@@ -70,7 +71,7 @@ def compute_gradients(folder: Path, world_size: int) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gradients")
-    save_file(random_batch(np.random.default_rng(7)), folder / "batch.safetensors")
+    torch.save(random_batch(np.random.default_rng(7)), folder / "batch.pt")
     return folder
 
 

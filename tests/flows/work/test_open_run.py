@@ -22,8 +22,8 @@ from flows.work.protocol import Note
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError
+from rlcore.models.load import build_scratch_model
 from rlcore.run.layout import RunInputs, RunLayout
-from rlcore.run.supervised import build_model
 from rlcore.tracking.lineage import Origin, read_origin
 from rlcore.user_code import code_for_run
 from tests.flows.conftest import changed, commit
@@ -144,8 +144,7 @@ def test_run_without_checkpoint_or_stored_code_takes_the_present_code(config, tm
 
 def test_changed_model_under_the_same_path_is_refused(config, tmp_path, monkeypatch):
     for name, seed in (("here", 1), ("there", 2)):
-        (tmp_path / name / "mm").mkdir(parents=True)
-        build_model(config.model_copy(update={"seed": seed}), tmp_path / name / "mm")
+        build_scratch_model(config.model.scratch, seed=seed, directory=tmp_path / name / "mm")
     config = changed(config, "model", path="mm")
     monkeypatch.chdir(tmp_path / "here")
     layout = begin(config)

@@ -70,10 +70,7 @@ def test_parameters_are_counted_without_loading_a_model(tmp_path):
     assert count_parameters(elsewhere) is None
     assert make_plan(elsewhere).memory is None
     config = load_config(["experiment=debug"])
-    scratch = config.model.scratch
-    build_scratch_model(
-        scratch, vocab_size=scratch.max_integer + 14, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path
-    )
+    build_scratch_model(config.model.scratch, seed=1, directory=tmp_path)
     found = count_parameters(config)
     assert found == count_parameters(changed(config, "model", path=str(tmp_path)))
     assert found[0] == 14_048
