@@ -14,8 +14,13 @@ from data.countdown import build, score, tagged_answer
 from data.countdown_problems import Problem, _equation, draw_chunk, equations_for, generate, require_enough, solve
 from rlcore.config import CountdownData
 from rlcore.errors import DataError
-from tests.helpers.countdown import DEMO, LARGE, UNIFORM
 
+DEMO = CountdownData(
+    train_size=4_767, validation_size=559, max_numbers=3, number_high=20, target_high=40, operations=("+", "-"),
+    template="bare",
+)  # fmt: skip
+LARGE = CountdownData(train_size=1_500, validation_size=200)
+UNIFORM = CountdownData(train_size=1_500, validation_size=200, targets="uniform")
 TRUTH = {"target": 10, "numbers": [2, 3, 8]}
 OVERFLOW = {"number_high": 32_768}, r"data.number_high must be at most 32767 with 4 numbers, got 32768$"
 TOO_MANY = r"5,327 problems asked for, but only 5,326 exist with 3 numbers of 1\.\.20, operations \+ - and"
