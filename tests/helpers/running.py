@@ -52,9 +52,9 @@ def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def at(moment: str, signal: str, nth: int) -> Plan:
-    """Plan a signal at the nth time that a start reaches a moment."""
-    return {"at": moment, "nth": nth, "signals": [signal]}
+def at(moment: str, *signals: str, nth: int = 1, **more: Any) -> dict[str, Any]:
+    """Plan signals at the nth time that a start reaches a moment. `more`: further keys of `tests.helpers.disturbed`."""
+    return {"at": moment, "nth": nth, "signals": list(signals), **more}
 
 
 def output_of(run: SmallRun) -> str:
