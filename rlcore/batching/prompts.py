@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from rlcore.config.data import PassRatesConfig
 from rlcore.errors import CheckpointError, DataError
@@ -201,7 +201,11 @@ class PromptStream(Generic[T]):
         if self._weights is None:
             return np.random.default_rng((*self._seed, epoch)).permutation(len(self._prompts))
         assert self._begin is not None, "an order needs a position"
-        return weighted_order(self._weights, np.random.default_rng((WEIGHTED_SEED, *self._seed, self._begin, epoch)))
+        rng = np.random.default_rng((WEIGHTED_SEED, *self._seed, self._begin, epoch))
+        # A random order by weight, without replacement. The keys are log(u) / w with uniform u (Efraimidis and Spirakis
+        # 2006, Information Processing Letters 97).
+        keys = np.log1p(-rng.random(len(self._weights))) / self._weights  # 1 - u is never 0
+        return np.argsort(-keys, kind="stable")
 
 
 BLOCK = 1_024
@@ -347,11 +351,3 @@ class RowSampler:
         metrics["pass_rates/rows_retired"] = float((was & ~now).sum())
         metrics["pass_rates/rows_revived"] = float((~was & now).sum())
         return after.text(), metrics
-
-
-def weighted_order(weights: Float[Array, "R"], rng: np.random.Generator) -> Int[Array, "R"]:
-    """Return all rows in a random order by weight, without replacement. The keys are log(u) / w with uniform u
-    (Efraimidis and Spirakis 2006, Information Processing Letters 97).
-    """
-    keys = np.log1p(-rng.random(len(weights))) / weights  # 1 - u is never 0
-    return np.argsort(-keys, kind="stable")
