@@ -1,7 +1,6 @@
 """The trainer process of a small run: its settings on disk, starts with disturbances, and their outcomes."""
 
 import json
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 
 from rlcore.responses.store import parts_of
 from rlcore.tracking.journal import read_journal
-from tests.helpers.forked import fork_module, run_module
+from tests.helpers.forked import run_module
 from tests.helpers.repeatable import repeatable
 from tests.helpers.small_run import SmallRun, prepare
 
@@ -31,10 +30,6 @@ def small(root: Path, *overrides: str, steps: int, experiment: str = "debug") ->
 def write_record(run: SmallRun) -> Path:
     run.inputs.write(run.config, run.layout)
     return run.layout.run_dir
-
-
-def start(run_dir: Path, log: Path) -> BaseProcess:
-    return fork_module("tests.helpers.whole_run", ["--run", str(run_dir)], output=log)
 
 
 def finish(run_dir: Path, log: Path) -> None:

@@ -27,9 +27,6 @@ class Asked(NoSignals):
     def __call__(self) -> bool:
         return self._asked()
 
-    def asked_s(self) -> float | None:
-        """Return None, because the test's stop has no deadline."""
-
 
 def session_of(
     run: SmallRun, report: Callable[[Event], None] = lambda event: None, stop: Callable[[], bool] = lambda: False
