@@ -113,8 +113,8 @@ def train_batch(rows: Rows, advantages: Tensor, **given: Tensor | None) -> Train
     return TrainBatch(packed=packed, advantages=advantages, **(absent | weights | given))
 
 
-def denominator(rows: Rows, norm_tokens: int = 8) -> Denominator:
-    return Denominator(num_tokens=sum(rows.lengths()), num_sequences=rows.num_sequences, norm_tokens=norm_tokens)
+def denominator(rows: Rows) -> Denominator:
+    return Denominator(num_tokens=sum(rows.lengths()), num_sequences=rows.num_sequences, norm_tokens=8)
 
 
 def partitions(num_sequences: int, seed: int) -> list[list[int]]:

@@ -31,11 +31,11 @@ def state_at(step: int) -> TrainerState:
     )
 
 
-def save(store: CheckpointStore, step: int, score: float | None = None, content: str = "weights") -> Path:
+def save(store: CheckpointStore, step: int, score: float | None = None) -> Path:
     metrics = {} if score is None else {"val/reward": score}
     with store.writing(state_at(step), metrics) as folder:
         (folder / "policy").mkdir()
-        (folder / "policy" / "rank.safetensors").write_text(f"{content} of {step}")
+        (folder / "policy" / "rank.safetensors").write_text(f"weights of {step}")
     return store.path_of(step)
 
 
