@@ -102,7 +102,10 @@ def read_demonstrations(parquet: Path, ids: str = "token_ids", lengths: str = "a
     the lengths of alternating prompts and responses. Raises DataError if the file is missing or invalid."""
     table = _read(parquet, {ids: _INTEGERS, lengths: _INTEGERS})
     rows = zip(table.column(ids).to_pylist(), table.column(lengths).to_pylist(), strict=True)
-    return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
+    return [
+        Demonstration(ids, [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)])
+        for ids, lengths in rows
+    ]
 
 
 def read_pairs(parquet: Path) -> list[Demonstration]:
@@ -112,11 +115,6 @@ def read_pairs(parquet: Path) -> list[Demonstration]:
         replace(one, rejected=other, reference=np.full(sum(one.is_target) + sum(other.is_target), np.nan, np.float32))
         for one, other in zip(read_demonstrations(parquet), rejected, strict=True)
     ]
-
-
-def _alternating_mask(lengths: list[int]) -> list[bool]:
-    """Return a mask of alternating segments of False and True with these lengths, False first."""
-    return [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)]
 
 
 def _read(parquet: Path, expected: dict[str, str]) -> pa.Table:
