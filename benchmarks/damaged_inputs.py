@@ -21,7 +21,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -29,6 +28,7 @@ import pyarrow.parquet as pq
 from benchmarks.killed_run import layout
 from rlcore.storage.manifest import manifest_digest
 from rlcore.tracking.journal import read_journal
+from tests.helpers.published import flip
 from tests.helpers.repeatable import repeatable
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -62,12 +62,10 @@ class Damage:
         self.action(path)
 
 
-def _flip_bit(path: Path, *, keep_times: bool = False) -> None:
-    times, content = path.stat(), bytearray(path.read_bytes())
+def _flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    if keep_times:
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def _reorder(order: Callable[[int], list[int]]) -> Action:
@@ -149,9 +147,7 @@ DAMAGES: Mapping[str, Damage] = {
     "bit: filtered rows, manifest": Damage(f"{FILTERED}/{MANIFEST}", _flip_bit, MANIFEST),
     "bit: tokenizer": Damage("tokenizers/*/tokenizer.json", _flip_bit, "tokenizer.json"),
     "bit: initial policy, weights": Damage(f"{MODEL}/{WEIGHTS}", _flip_bit, WEIGHTS),
-    "bit: initial policy, weights, same times": Damage(
-        f"{MODEL}/{WEIGHTS}", partial(_flip_bit, keep_times=True), WEIGHTS
-    ),
+    "bit: initial policy, weights, same times": Damage(f"{MODEL}/{WEIGHTS}", flip, WEIGHTS),
     "bit: initial policy, config": Damage(f"{MODEL}/config.json", _flip_bit, "config.json"),
     "bit: initial policy, tokenizer": Damage(f"{MODEL}/tokenizer.json", _flip_bit, "tokenizer.json"),
     "bit: newest checkpoint, shard": Damage(SHARDS, lambda at: _flip_bit(_first_shard(at)), NEWEST),

@@ -121,6 +121,14 @@ def describe_lengths(parser: argparse.ArgumentParser, *, mean: float = 183.0, lo
     parser.add_argument("--longest", type=int, default=longest, help="most tokens of a response")
 
 
+class InOrder(PromptStream[Prompt]):
+    """A stream of prompts in the order in which they are given."""
+
+    def take(self, position: int, count: int) -> tuple[Prompt, ...]:
+        """Return `count` consecutive prompts from `position` on."""
+        return tuple(self._prompts[place % len(self)] for place in range(position, position + count))
+
+
 class Loop:
     def __init__(self, trainer: Trainer, kl_coef: float) -> None:
         self._trainer = trainer
@@ -138,10 +146,15 @@ class Loop:
 
 @contextlib.contextmanager
 def training_loop(
-    config: RunConfig, directory: Path, group: WorkerGroup, *, real_prompts: Sequence[Prompt] = ()
+    config: RunConfig,
+    directory: Path,
+    group: WorkerGroup,
+    *,
+    real_prompts: Sequence[Prompt] = (),
+    stream: type[PromptStream[Prompt]] = PromptStream,
 ) -> Iterator[Loop]:
     """Open a training loop that continues from the workers' current weights and counts from step 0. If `real_prompts`
-    is empty, the prompts are random."""
+    is empty, the prompts are random. `stream`: gives the order of the prompts."""
     rng, vocab_size = np.random.default_rng(3), vocab_size_of(directory)
     prompts = list(real_prompts) or [
         Prompt(i, tuple(rng.integers(4, vocab_size, PROMPT_TOKENS).tolist()), config.data.task, GROUND_TRUTH)
@@ -156,7 +169,7 @@ def training_loop(
         group.each(Worker.sync_weights, 0)
         episodes = opened.enter_context(_episodes(config, tokenizer, decode))
         collector = ExperienceCollector(
-            ResponseSampler(config, group, scoring, decode, episodes), PromptStream(prompts, seed=1)
+            ResponseSampler(config, group, scoring, decode, episodes), stream(prompts, seed=1)
         )
         yield Loop(Trainer(config, group, collector, failures=Path(failures)), config.algo.kl.coef)
 

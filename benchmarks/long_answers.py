@@ -56,8 +56,8 @@ CASES = {
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the steps of a case in this process."""
     case = CASES[name]
-    options = argparse.Namespace(**asdict(case), ranks=arguments.ranks, scorers=4, overrides=arguments.overrides)
-    options.overrides = [*_LENGTHS, *arguments.overrides]
+    overrides = [*_LENGTHS, *arguments.overrides]
+    options = argparse.Namespace(**asdict(case), ranks=arguments.ranks, scorers=4, overrides=overrides)
     lengths = draw_lengths(case.prompts * grpo_step.SAMPLES, case.mean, case.longest)
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_model(case.shape, Path(scratch) / "model")

@@ -37,7 +37,7 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
+def make_model(shape: str, folder: Path) -> Path:
     """Write a config, random bfloat16 weights of standard deviation 0.02, and a tokenizer with a word for each id."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,7 +46,7 @@ def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
     config = AutoConfig.for_model(
         settings.pop("model_type"), **settings, eos_token_id=1, bos_token_id=0, pad_token_id=2
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

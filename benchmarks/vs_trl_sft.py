@@ -51,8 +51,8 @@ def ours(job: dict[str, Any], rows: Rows) -> dict[str, Any]:
     trainer = SupervisedTrainer(config, group, lambda drawn, _: lessons[drawn : drawn + size])
     metrics = sides.supervised_steps(trainer, job["steps"])
     group.close()
-    found: dict[str, Any] = {"loss": [one["sft/loss"] for one in metrics]}
-    return found | {"step_s": [one["perf/time_per_step"] for one in metrics]} | allocated(job)
+    found = {"loss": [one["sft/loss"] for one in metrics], "step_s": [one["perf/time_per_step"] for one in metrics]}
+    return found | allocated(job)
 
 
 def allocated(job: dict[str, Any]) -> dict[str, float]:
@@ -90,9 +90,6 @@ def trl(job: dict[str, Any], rows: Rows) -> dict[str, Any]:
     return found | allocated(job)
 
 
-SIDES: dict[str, sides.Side] = {"trl": trl, "ours": ours}
-
-
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import numpy as np
 
@@ -118,7 +115,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     arguments = _parse()
     if arguments.side:
-        sides.run_side(SIDES, arguments.side[0], Path(arguments.side[1]))
+        sides.run_side({"trl": trl, "ours": ours}, arguments.side[0], Path(arguments.side[1]))
         return
     with tempfile.TemporaryDirectory() as folder:
         found = measure(arguments, Path(folder))

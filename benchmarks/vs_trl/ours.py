@@ -3,9 +3,9 @@
 python -m benchmarks.vs_trl.ours JOB.json  # started by benchmarks.vs_trl
 """
 
+import contextlib
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,28 +13,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import FixedLengths, compose, seconds_line, watched_memory
+from benchmarks.harness import FixedLengths, InOrder, compose, seconds_line, training_loop, watched_memory
 from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, Row, read_rows, write_report
-from rlcore.checkpoint.catalog import LoopState
 from rlcore.config import RunConfig
-from rlcore.models.tokenizer import load_tokenizer, text_decoder
-from rlcore.rollout.scoring import ScoringPool
-from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
-from rlcore.trainer.step import StepResult, Trainer
+from rlcore.trainer.step import StepResult
 from rlcore.types import Prompt
-from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
-
-
-class InOrder:
-    """A stream of prompts in file order, so that all trainers in the comparison use the same prompts."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
-
-    def take(self, position: int, count: int) -> tuple[Prompt, ...]:
-        return tuple(self._prompts[place % len(self._prompts)] for place in range(position, position + count))
 
 
 def settings(job: Job) -> RunConfig:
@@ -69,27 +54,19 @@ def as_prompts(rows: Sequence[Row], task: str) -> list[Prompt]:
 
 
 def run(job: Job) -> dict[str, Any]:
-    config = settings(job)
+    config, directory = settings(job), Path(job.model)
     prompts = as_prompts(read_rows(Path(job.folder) / PROMPTS), config.data.task)
-    tokenizer = load_tokenizer(Path(job.model))
     results: list[StepResult] = []
     cpu_s: list[float] = []
     with watched_memory(every_s=0.2) as most:
-        fixed = FixedLengths(config, Path(job.model), job.lengths) if job.lengths else None
-        group = fixed or LocalGroup(config, job.model)
-        try:
-            group.each(Worker.set_probe, prompts[:NUM_PROMPTS])
-            group.each(Worker.sync_weights, 0)
-            with ScoringPool(job.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
-                sampler = ResponseSampler(config, group, scoring, text_decoder(tokenizer))
-                collector = ExperienceCollector(sampler, InOrder(prompts))
-                trainer = Trainer(config, group, collector, failures=Path(failures))
-                state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
+        fixed = FixedLengths(config, directory, job.lengths) if job.lengths else None
+        with contextlib.closing(fixed or LocalGroup(config, job.model)) as group:
+            # All trainers in the comparison use the prompts in the file's order.
+            with training_loop(config, directory, group, real_prompts=prompts, stream=InOrder) as loop:
                 for number in range(job.num_steps):
                     begun = time.process_time()
-                    result = trainer.step(state, epoch=0)
+                    result = loop.step()
                     cpu_s.append(time.process_time() - begun)
-                    state = result.state
                     results.append(result)
                     if number + 1 in job.evaluated_steps:
                         _save(job, number + 1, group.each(Worker.full_weights)[0])
@@ -97,8 +74,6 @@ def run(job: Job) -> dict[str, Any]:
                         print(f"ours: batch {number + 1}: {seconds_line(result)}", flush=True)
             peak = group.each(Worker.memory_peak)[0]
             info = group.each(Worker.info)[0]
-        finally:
-            group.close()
         device_gb = most()
     measured = [result.metrics for result in results[job.warm_up :]]
     phases = sorted({name for one in measured for name in one if name.startswith("timing_s/")})

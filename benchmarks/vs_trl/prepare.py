@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import draw_lengths
+from benchmarks.harness import GROUND_TRUTH, draw_lengths
 from benchmarks.shapes import SHAPES
 from benchmarks.vs_trl.job import HELD_OUT, PROMPTS, Job, Row, write_rows
 from flows import chain
@@ -24,7 +24,6 @@ from rlcore.run.stop import StopFlag
 from rlcore.types import Prompt
 
 UPDATES = 4
-GROUND_TRUTH = '{"answer": "18"}'
 RANDOM_EXPERIMENT, LEARNED_EXPERIMENT = "verl_gsm8k_grpo", "countdown_demo"
 EVALUATE_EVERY = 20  # steps
 MICRO_BATCH = 128  # responses of TRL's micro-batch on a GPU

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from rlcore.config.data import PassRatesConfig
 from rlcore.errors import CheckpointError, DataError
@@ -102,7 +102,10 @@ def read_demonstrations(parquet: Path, ids: str = "token_ids", lengths: str = "a
     the lengths of alternating prompts and responses. Raises DataError if the file is missing or invalid."""
     table = _read(parquet, {ids: _INTEGERS, lengths: _INTEGERS})
     rows = zip(table.column(ids).to_pylist(), table.column(lengths).to_pylist(), strict=True)
-    return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
+    return [
+        Demonstration(ids, [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)])
+        for ids, lengths in rows
+    ]
 
 
 def read_pairs(parquet: Path) -> list[Demonstration]:
@@ -112,11 +115,6 @@ def read_pairs(parquet: Path) -> list[Demonstration]:
         replace(one, rejected=other, reference=np.full(sum(one.is_target) + sum(other.is_target), np.nan, np.float32))
         for one, other in zip(read_demonstrations(parquet), rejected, strict=True)
     ]
-
-
-def _alternating_mask(lengths: list[int]) -> list[bool]:
-    """Return a mask of alternating segments of False and True with these lengths, False first."""
-    return [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)]
 
 
 def _read(parquet: Path, expected: dict[str, str]) -> pa.Table:
@@ -201,7 +199,11 @@ class PromptStream(Generic[T]):
         if self._weights is None:
             return np.random.default_rng((*self._seed, epoch)).permutation(len(self._prompts))
         assert self._begin is not None, "an order needs a position"
-        return weighted_order(self._weights, np.random.default_rng((WEIGHTED_SEED, *self._seed, self._begin, epoch)))
+        rng = np.random.default_rng((WEIGHTED_SEED, *self._seed, self._begin, epoch))
+        # A random order by weight, without replacement. The keys are log(u) / w with uniform u (Efraimidis and Spirakis
+        # 2006, Information Processing Letters 97).
+        keys = np.log1p(-rng.random(len(self._weights))) / self._weights  # 1 - u is never 0
+        return np.argsort(-keys, kind="stable")
 
 
 BLOCK = 1_024
@@ -347,11 +349,3 @@ class RowSampler:
         metrics["pass_rates/rows_retired"] = float((was & ~now).sum())
         metrics["pass_rates/rows_revived"] = float((~was & now).sum())
         return after.text(), metrics
-
-
-def weighted_order(weights: Float[Array, "R"], rng: np.random.Generator) -> Int[Array, "R"]:
-    """Return all rows in a random order by weight, without replacement. The keys are log(u) / w with uniform u
-    (Efraimidis and Spirakis 2006, Information Processing Letters 97).
-    """
-    keys = np.log1p(-rng.random(len(weights))) / weights  # 1 - u is never 0
-    return np.argsort(-keys, kind="stable")

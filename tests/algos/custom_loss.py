@@ -1,6 +1,6 @@
 """A custom loss: this one function and the line `algo.policy_loss: tests.algos.custom_loss:my_loss`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,18 +29,9 @@ def my_loss(
     return PolicyLoss(loss, nothing, nothing, log_ratio)
 
 
-def careless_loss(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-) -> PolicyLoss:
+def careless_loss(*arguments: Any, settings: AlgoConfig) -> PolicyLoss:
     """Return `my_loss` with garbage where the mask is False."""
-    kept = my_loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
+    kept, mask = my_loss(*arguments, settings=settings), arguments[3]
     garbage = torch.where(mask, 0.0, torch.nan)
     return PolicyLoss(kept.loss + garbage, kept.clipped | ~mask, kept.clipped_lower | ~mask, kept.log_ratio + garbage)
 

@@ -1,10 +1,10 @@
 """Ragged packed rows with garbage where the mask is False, and comparisons at response tokens."""
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -113,8 +113,8 @@ def train_batch(rows: Rows, advantages: Tensor, **given: Tensor | None) -> Train
     return TrainBatch(packed=packed, advantages=advantages, **(absent | weights | given))
 
 
-def denominator(rows: Rows, norm_tokens: int = 8) -> Denominator:
-    return Denominator(num_tokens=sum(rows.lengths()), num_sequences=rows.num_sequences, norm_tokens=norm_tokens)
+def denominator(rows: Rows) -> Denominator:
+    return Denominator(num_tokens=sum(rows.lengths()), num_sequences=rows.num_sequences, norm_tokens=8)
 
 
 def partitions(num_sequences: int, seed: int) -> list[list[int]]:
@@ -127,20 +127,10 @@ def partitions(num_sequences: int, seed: int) -> list[list[int]]:
 
 def assert_tokens(actual: Tensor, expected: Mapping[int, float], rel: float = 1e-12) -> None:
     """Assert that `actual` has the expected value at each response token and exactly 0 elsewhere."""
-    for t, value in enumerate(actual.tolist()):
-        if t not in expected:
-            assert value == 0.0, f"position {t}: {value} where the mask is False"
-        else:
-            assert math.isclose(value, expected[t], rel_tol=rel, abs_tol=rel), f"position {t}: {value} != {expected[t]}"
+    wanted = [pytest.approx(expected[t], rel=rel, abs=rel) if t in expected else 0.0 for t in range(actual.numel())]
+    assert actual.tolist() == wanted
 
 
 def assert_flags(actual: Tensor, expected: Mapping[int, bool]) -> None:
     """Like `assert_tokens`, for truth values."""
     assert actual.tolist() == [expected.get(t, False) for t in range(actual.numel())]
-
-
-def assert_floats(actual: Tensor, expected: list[float], rel: float = 1e-12) -> None:
-    """Assert that two sequences of numbers are equal, element by element."""
-    assert actual.shape == (len(expected),)
-    for i, (got, want) in enumerate(zip(actual.tolist(), expected, strict=True)):
-        assert math.isclose(got, want, rel_tol=rel, abs_tol=rel), f"{i}: {got} != {want}"

@@ -22,7 +22,7 @@ from rlcore.algos.advantages import (
 )
 from rlcore.config.algo import OverlongConfig
 from tests.algos import naive
-from tests.algos.ragged import GAPPED, RAGGED, Rows, assert_floats, assert_tokens, floats
+from tests.algos.ragged import GAPPED, RAGGED, Rows, assert_tokens, floats
 
 GROUP_IDS = [7, 3, 7, 7, 3, -1, 12, 12, 7]
 """Groups of 4, 2, 1 and 2 answers, in no order."""
@@ -43,7 +43,8 @@ def test_group_advantages_equal_naive_twin(method: str, dtype: torch.dtype) -> N
         )
         assert actual.dtype == dtype
         expected = naive.group_advantages(scores.tolist(), GROUP_IDS, method, LENGTHS, greedy.tolist())
-        assert_floats(actual, expected, rel=1e-12 if dtype == torch.float64 else 2e-7)
+        rel = 1e-12 if dtype == torch.float64 else 2e-7
+        assert actual.tolist() == pytest.approx(expected, rel=rel, abs=rel)
 
 
 @pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo", "opo"])
@@ -55,13 +56,6 @@ def test_group_advantages_of_equal_scores_are_zero(score: float, size: int, meth
         scores, torch.zeros(size, dtype=torch.int64), method=method, lengths=torch.arange(1, size + 1)
     )
     assert actual.tolist() == [0.0] * size
-
-
-def test_group_of_one_has_mean_0_and_std_1() -> None:
-    scores, ids = torch.tensor([0.75, -2.0], dtype=torch.float64), torch.tensor([4, 9])
-    assert_floats(group_advantages(scores, ids, method="grpo"), [0.75 / (1 + 1e-6), -2.0 / (1 + 1e-6)])
-    for method in ("dr_grpo", "rloo"):
-        assert group_advantages(scores, ids, method=method).tolist() == [0.75, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -144,14 +138,8 @@ def test_gdpo_equals_naive_twin(dtype: torch.dtype) -> None:
         parts, weights = normal(24, seed, dtype).view(8, 3), torch.tensor([1.0, 0.5, -2.0], dtype=dtype)
         found = gdpo(torch.zeros(8, dtype=dtype), groups, parts=parts, part_weights=weights)
         expected = naive.gdpo(parts.T.tolist(), weights.tolist(), groups.tolist())
-        assert_floats(found, expected, rel=1e-12 if dtype == torch.float64 else 1e-6)
-
-
-def test_gdpo_distinguishes_parts_of_equal_sum() -> None:
-    """(1, 0), (0, 1) and (0, 0): the first two have one sum, and a rare part counts for more."""
-    parts = torch.tensor([[1.0, 0], [1, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
-    found = gdpo(parts.sum(1), torch.zeros(6, dtype=torch.int64), parts=parts, part_weights=torch.ones(2))
-    assert found[3] > found[0] > 0 > found[4]
+        rel = 1e-12 if dtype == torch.float64 else 1e-6
+        assert found.tolist() == pytest.approx(expected, rel=rel, abs=rel)
 
 
 def naive_penalty(length: int, limit: int, buffer: int, penalty: float) -> float:

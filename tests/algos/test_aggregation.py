@@ -11,7 +11,6 @@ from rlcore.algos.aggregation import (
     clipped_by_covariance,
     rank_share,
     segment_sum,
-    token_counts,
     token_covariance,
 )
 from rlcore.config.algo import Aggregation, ClipCovConfig
@@ -21,7 +20,6 @@ from tests.algos.ragged import (
     RAGGED,
     Rows,
     assert_flags,
-    assert_floats,
     assert_tokens,
     denominator,
     floats,
@@ -44,14 +42,6 @@ def test_aggregate_value_and_gradient_equal_naive_twin(mode: Aggregation, rows: 
     assert total.item() == pytest.approx(sum(w * loss[t].item() for t, w in weights.items()), rel=1e-12)
     total.backward()
     assert_tokens(grad_of(loss), weights)
-
-
-def test_segment_sum_and_token_counts() -> None:
-    values = torch.where(GAPPED.mask, floats(GAPPED, 1), 0.0)
-    expected = [sum(values[t].item() for t in positions) for positions in GAPPED.answers()]
-    assert_floats(segment_sum(values, GAPPED.sequence_ids, GAPPED.num_sequences), expected)
-    assert token_counts(GAPPED.mask, GAPPED.sequence_ids, GAPPED.num_sequences).tolist() == GAPPED.lengths()
-    assert segment_sum(values, GAPPED.sequence_ids, GAPPED.num_sequences + 2).tolist()[-2:] == [0.0, 0.0]
 
 
 def test_segment_sum_in_float32_is_rounded_float64() -> None:

@@ -37,11 +37,12 @@ def covariance_rank(old: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
     return spoiled(rank_share(token_covariance(old, advantages, rows.mask), rows.mask), rows.mask, 1)
 
 
-def call(name: str, policy: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: AlgoConfig) -> PolicyLoss:
+def call(name: str, policy: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: AlgoConfig,
+         **options: float) -> PolicyLoss:  # fmt: skip
     function, _ = LOSSES[name]
     given = {"covariance_rank": covariance_rank(old, advantages, rows)} if name == "kl_cov" else {}
     arguments = (policy, old, advantages, rows.mask, rows.sequence_ids, rows.num_sequences)
-    return function(*arguments, settings=settings, **given)
+    return function(*arguments, settings=settings, **given, **options)
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
@@ -74,11 +75,9 @@ def test_losses_equal_naive_twin(name: str, clips: tuple[float, float, float | N
     ("kl_cov", {"share": 0.4, "coef": 0.5}),
 ])  # fmt: skip
 def test_loss_options_equal_naive_twin(name: str, options: dict[str, float]) -> None:
-    function, twin = LOSSES[name]
+    _, twin = LOSSES[name]
     policy, old, advantages = leaf(floats(RAGGED, 1)), floats(RAGGED, 2), floats(RAGGED, 3)
-    given = {"covariance_rank": covariance_rank(old, advantages, RAGGED)} if name == "kl_cov" else {}
-    arguments = (RAGGED.mask, RAGGED.sequence_ids, RAGGED.num_sequences)
-    result = function(policy, old, advantages, *arguments, settings=AlgoConfig(), **options, **given)
+    result = call(name, policy, old, advantages, RAGGED, AlgoConfig(), **options)
     lists = policy.tolist(), old.tolist(), advantages.tolist(), RAGGED.answers()
     expected = twin(*lists, 0.2, 0.2, None, **options)
     assert_tokens(result.loss, {t: token[0] for t, token in expected.items()})

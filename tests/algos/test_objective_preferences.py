@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from dataclasses import replace
 from itertools import pairwise, permutations
 
 import pytest
@@ -12,7 +13,7 @@ from torch.autograd import grad
 
 from rlcore.algos.objective import PreferenceStatistics, preference_objective
 from rlcore.types import PackedBatch
-from tests.algos.ragged import Rows, floats, leaf, row
+from tests.algos.ragged import Rows, floats, leaf, row, train_batch
 
 GAPPED = (False, True, True, False, True, False)
 PAIRS = Rows((row(3, 4), row(3, 6), row(1, 1), row(1, 2), GAPPED, row(2, 5), row(2, 7), row(2, 3)))
@@ -23,19 +24,10 @@ BETA = 0.3
 
 def pairs_of(rows: Rows, reference: Tensor) -> PackedBatch:
     """Return the batch of pairs whose responses are neighbors in `rows`."""
-    lengths = rows.cu_seqlens.diff().tolist()
-    count, num_pairs = rows.mask.numel(), rows.num_sequences // 2
-    return PackedBatch(
-        token_ids=torch.zeros(count, dtype=torch.int64),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        cu_seqlens=rows.cu_seqlens[::2],
-        target_ids=torch.zeros(count, dtype=torch.int64),
-        loss_mask=rows.mask,
-        behavior_logprobs=reference,
-        scores=torch.zeros(num_pairs),
-        score_mask=torch.ones(num_pairs, dtype=torch.bool),
-        group_ids=torch.arange(num_pairs),
-    )
+    responses = train_batch(rows, reference).packed
+    of_pairs = {name: getattr(responses, name)[::2] for name in ("cu_seqlens", "scores", "score_mask", "group_ids")}
+    positions = torch.cat([torch.arange(length) for length in rows.cu_seqlens.diff().tolist()])
+    return replace(responses, position_ids=positions, behavior_logprobs=reference, **of_pairs)
 
 
 def naive(logprobs: Tensor, reference: Tensor, rows: Rows) -> list[dict[str, float]]:

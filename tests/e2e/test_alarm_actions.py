@@ -84,6 +84,9 @@ def test_what_is_done(root: Path, alarm: str, action: str) -> None:
     assert any(skipped) == (action == "skip")
     if action == "stop":
         assert verified_steps(run)[-1] == reported[0]["step"], "the step that raised it is saved"
+        resumed = prepare(root, *kept, *CAUSES[alarm], f"alarms.{alarm}=off", f"run_id={alarm}-{action}")
+        run_to_the_end(resumed)
+        assert verified_steps(resumed)[-1] == STEPS
 
 
 def test_a_run_resumes_once_its_broken_scorer_is_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

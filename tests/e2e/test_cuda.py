@@ -16,6 +16,7 @@ from rlcore.models.kernels import choose_attention
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state, shard
+from tests.helpers.head_memory import chunked_over_full
 from tests.models.tiny import CPU, VOCAB, answers, assert_alike, attend, inputs_of, make_batch, outcome, policy_of
 
 pytestmark = [
@@ -160,11 +161,7 @@ def test_a_4_bit_base_is_bit_equal_on_a_gpu(directory: Path, dtype: str) -> None
     assert (first.logprobs.cpu() - second.logprobs).abs().mean() < 0.03
 
 
+@pytest.mark.parametrize("entropy", ["value", "grad"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_head_at_full_size_takes_an_eighth_of_the_memory(dtype: str) -> None:
-    command = [sys.executable, "benchmarks/head_memory.py", "--device=cuda", f"--dtype={dtype}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stderr
-    ratios = [float(line.rpartition("ratio ")[2]) for line in done.stdout.splitlines() if "ratio" in line]
-    assert len(ratios) == 2, done.stdout
-    assert max(ratios) <= 1 / 8, done.stdout
+def test_the_head_at_full_size_takes_an_eighth_of_the_memory(dtype: str, entropy: str) -> None:
+    assert chunked_over_full(entropy, device="cuda", dtype=dtype) <= 1 / 8

@@ -45,10 +45,6 @@ def assert_in_turn(runs: list[dict[str, Any]]) -> None:
         assert time_of(one, "end_time") <= time_of(after, "start_time"), (one["name"], after["name"])
 
 
-def messages_of(stack: Stack, *runs: str) -> list[str]:
-    return [str(one["message"]) for one in stack.api.filter("logs", logs={"flow_run_id": {"any_": list(runs)}})]
-
-
 def test_each_stage_runs_alone(stack: Stack) -> None:
     given = ["name=clock", *TINY]
     rows = ["pipeline/dataset", "pipeline/filter", "pipeline/warm-start", "validate/validate-run"]
@@ -211,5 +207,5 @@ def test_the_log_of_ray_workers_is_in_prefect(stack: Stack) -> None:
     loud = "algo.policy_loss=tests.helpers.harmful:speaks"
     run = stack.start("pipeline/train", overrides=["name=on_ray", *TINY, "runtime=ray", loud])
     stack.wait(run, "COMPLETED")
-    lines = messages_of(stack, run)
+    lines = [str(one["message"]) for one in stack.api.filter("logs", logs={"flow_run_id": {"any_": [run]}})]
     assert any(re.search(r"pid=\d+.*a worker speaks", line) for line in lines), lines

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.run.layout import RunLayout, disk_needs
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
-from tests.helpers.running import answers_of, assert_same, steps_of, weights_of
+from tests.helpers.running import answers_of, assert_same
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, train_in_chunks, verified_steps
 from tests.helpers.small_run import SmallRun, prepare
 from tests.storage.small_disk import mounted
@@ -35,20 +36,17 @@ DISK_MIB = 96
 LEFT_BYTES = 1 << 20
 
 
-@pytest.mark.parametrize("has_initial_policy", [False, True])
-@pytest.mark.parametrize("is_given", [False, True])
-@pytest.mark.parametrize("has_warm_start", [False, True])
-def test_an_initial_policy_is_in_the_disk_plan(
-    has_initial_policy: bool, is_given: bool, has_warm_start: bool, tmp_path: Path
-) -> None:
-    config = load_config(["experiment=debug", f"paths.root={tmp_path}"])
-    model = config.model.model_copy(update={"path": str(tmp_path) if is_given else None})
-    warm = config.warm_start.model_copy(update={"enabled": has_warm_start})
-    config = config.model_copy(update={"model": model, "warm_start": warm})
-    given = {"checkpoints_bytes": 0, "num_weights": 10, "steps_left": 1, "has_initial_policy": has_initial_policy}
-    names = {need.what for need in disk_needs(config, RunLayout.of(config), **given)}
-    assert ("initial policy" in names) == (not has_initial_policy and (has_warm_start or not is_given))
-    assert ("checkpoints of the warm start" in names) == (not has_initial_policy and has_warm_start)
+def test_an_initial_policy_is_in_the_disk_plan(tmp_path: Path) -> None:
+    debug = load_config(["experiment=debug", f"paths.root={tmp_path}"])
+    for case in product([False, True], repeat=3):
+        has_initial_policy, is_given, has_warm_start = case
+        model = debug.model.model_copy(update={"path": str(tmp_path) if is_given else None})
+        warm = debug.warm_start.model_copy(update={"enabled": has_warm_start})
+        config = debug.model_copy(update={"model": model, "warm_start": warm})
+        given = {"checkpoints_bytes": 0, "num_weights": 10, "steps_left": 1, "has_initial_policy": has_initial_policy}
+        names = {need.what for need in disk_needs(config, RunLayout.of(config), **given)}
+        assert ("initial policy" in names) == (not has_initial_policy and (has_warm_start or not is_given)), case
+        assert ("checkpoints of the warm start" in names) == (not has_initial_policy and has_warm_start), case
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +137,8 @@ def test_a_full_disk_at_the_journal_and_in_saves(
     before = fault.paused[-1]
     assert (before[0], before[1], before[3]) == (6, str(run.layout.checkpoints), [3])
     assert before[2] > 1 << 20, "the bytes that are missing"
-    assert steps_of(run) == steps_of(undisturbed)
+    assert_same(run, undisturbed)
     assert answers_of(run) == answers_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
     assert verified_steps(run) == [9]
     events = [event.name for event in load_journal(run.layout.journal).events]
     assert events.count("paused_for_disk") == events.count("disk_room") == 1

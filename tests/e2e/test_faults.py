@@ -3,14 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlcore.run.watchdog import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.harmful import HARM
-from tests.helpers.running import WAIT_S, assert_same, disturb, output_of, small, steps_of
+from tests.helpers.running import WAIT_S, assert_same, at, disturb, output_of, small, steps_of
+from tests.helpers.sessions import run_to_the_end
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
@@ -18,10 +18,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
 STEPS = 6
 FAILED = 1
 RAY = ("runtime=ray", "runtime.num_workers=2")
-
-
-def at(moment: str, *signals: str, to: str = "trainer", nth: int = 1, **more: Any) -> dict[str, Any]:
-    return {"at": moment, "nth": nth, "to": to, "signals": list(signals), **more}
 
 
 def kinds(run: SmallRun) -> list[tuple[str, str]]:
@@ -83,15 +79,16 @@ def test_hangs_and_lack_of_memory_in_this_process(tmp_path: Path, harm: Path) ->
     assert_same(run, calm)
 
 
-def test_a_hanging_scorer_costs_its_answer(tmp_path: Path, harm: Path) -> None:
-    (harm / "scorer").touch()  # not yet: the warm start scores too
+@pytest.mark.usefixtures("harm")
+def test_a_hanging_scorer_costs_its_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ("data.scorer=tests.helpers.harmful:never_ends", "reward.num_processes=1", "reward.deadline_s=2")
-    run = small(tmp_path, *words, steps=2)
-    (harm / "scorer").unlink()
-    assert disturb(run, None)[0]["code"] == 0, output_of(run)
-    assert output_of(run).count("overran reward.deadline_s=2") == 1
-    assert "data.scorer failed on 1 response(s) so far, which are left out of training" in output_of(run)
-    assert "the last error: a response took longer" in output_of(run)
+    run = small(tmp_path, *words, "warm_start.enabled=false", steps=2)
+    heard: list[str] = []
+    run_to_the_end(run, lambda event: heard.append(str(event.get("text", ""))))
+    assert caplog.text.count("overran reward.deadline_s=2") == 1
+    (reported,) = [text for text in heard if "data.scorer failed on" in text]
+    assert "on 1 response(s) so far, which are left out of training" in reported
+    assert "the last error: a response took longer" in reported
     steps = steps_of(run)
     assert len(steps) == 3
     # The one answer is the first of the validation at step 0, or one of the 16 of a step.
@@ -155,11 +152,26 @@ def test_a_cluster_that_is_lost_or_hangs_at_its_start(two_ranks: SmallRun, tmp_p
     assert_same(run, two_ranks)
 
 
+CLUSTER = """
+import os, sys
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+from ray.cluster_utils import Cluster
+node = {"num_cpus": 1, "object_store_memory": 80 * 1024**2}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+for _ in range(2):
+    cluster.add_node(**node)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+"""A Ray cluster of three nodes with one core each on this host, until its standard input ends."""
+
+
 @pytest.mark.lengthy
 @pytest.mark.needs_ray
 def test_a_lost_node_of_a_cluster(two_ranks: SmallRun, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.cluster"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as cluster:
         assert cluster.stdout is not None
         address = cluster.stdout.readline().strip()

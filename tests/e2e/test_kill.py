@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.running import WAIT_S, answers_of, assert_same, disturb, output_of
+from tests.helpers.running import WAIT_S, answers_of, assert_same, at, disturb, output_of
 from tests.helpers.small_run import prepare
 
 OVERRIDES = (
@@ -27,14 +27,14 @@ OPERATIONS = (
     ("open", "/answers/.tmp-train-", 2),
 )
 """Audit events of Python, a part of a path, and which one of them."""
-CUT = {"at": "os.rename", "path": ".tmp-metrics.jsonl", "signals": ["SIGKILL"]}
+CUT = at("os.rename", "SIGKILL", path=".tmp-metrics.jsonl")
 """The start after a kill in a step: the journal is cut to the checkpoint."""
 
 
 def meanwhile(rng: random.Random) -> dict[str, Any]:
     """Return a kill wherever the run is, half of the times with all its processes."""
     to = rng.choice(["trainer", "group"])
-    return {"at": "journal", "signals": ["SIGKILL"], "to": to, "aside": True, "after_s": rng.uniform(0.0, 0.15)}
+    return at("journal", "SIGKILL", to=to, aside=True, after_s=rng.uniform(0.0, 0.15))
 
 
 @pytest.mark.multiprocess
@@ -45,7 +45,7 @@ def test_killed_twenty_times(tmp_path: Path) -> None:
     rng = random.Random(11)
     kills: list[list[dict[str, Any]]] = [[meanwhile(rng)] for _ in range(8)]
     kills[-1].append(CUT)
-    kills += [[{"at": at, "path": path, "nth": nth, "signals": ["SIGKILL"]}] for at, path, nth in OPERATIONS]
+    kills += [[at(event, "SIGKILL", nth=nth, path=path)] for event, path, nth in OPERATIONS]
     rng.shuffle(kills)
     found = disturb(run, *(kill for group in kills for kill in group), None)
     assert [one["code"] for one in found] == [-9] * 20 + [0], output_of(run)

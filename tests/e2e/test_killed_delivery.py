@@ -1,16 +1,21 @@
-"""MLflow has every value and the correct status after kill -9 of any process at any moment."""
+"""MLflow has every value and the correct status after kill -9 of any process at any moment.
+
+python -m tests.e2e.test_killed_delivery RUN_DIR ROOT STEP JOURNAL_BYTES LAST     # the trainer that the tests kill
+"""
 
 import os
 import random
 import signal
+import sys
+import time
 from pathlib import Path
 
 import psutil
 
-from rlcore.config import RunConfig
+from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock, read_state, sync_run
-from rlcore.tracking.journal import Record, iter_lines
+from rlcore.tracking.journal import Record, RunJournal, iter_lines
 from tests.helpers.forked import ForkedCommand
 from tests.helpers.mlflow import (
     client_of,
@@ -33,7 +38,7 @@ class Trainer:
 
     def __init__(self, run_dir: Path, root: Path, checkpoint: tuple[int, int], last: int) -> None:
         words = [str(run_dir), str(root), *map(str, (*checkpoint, last))]
-        self.process = ForkedCommand("tests.helpers.logging_trainer", words, os.environ)
+        self.process = ForkedCommand(__name__, words, os.environ)
         self.run_dir = run_dir
         self.checkpoint = checkpoint
 
@@ -178,3 +183,16 @@ def test_a_signal_to_the_whole_group_cuts_nothing_off(config: RunConfig, root: P
     client = client_of(root)
     assert main_run(client).info.status == "KILLED"
     assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
+
+
+if __name__ == "__main__":
+    start, journal_bytes, last = map(int, sys.argv[3:])
+    settings = RunConfig(paths=PathsConfig(root=sys.argv[2]), tracking=TrackingConfig(ship_every_s=0.05))
+    tracker = RunJournal(Path(sys.argv[1]), settings, tags={"stage": "train"})
+    tracker.resume_at(start, journal_bytes)
+    for step in range(start + 1, last + 1):
+        tracker.append_step(step, values(step, 20))
+        if step % 10 == 0:
+            print(step, tracker.sync(), flush=True)  # the checkpoint is published
+        time.sleep(0.03)
+    tracker.finish("FINISHED", timeout_s=240.0)  # on a busy machine MLflow is slower than this trainer

@@ -10,7 +10,7 @@ import pytest
 from rlcore.run.initial_policy import stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
-from tests.helpers.running import WAIT_S, assert_same, disturb, output_of, small, steps_of, weights_of
+from tests.helpers.running import WAIT_S, assert_same, at, disturb, output_of, small, steps_of, weights_of
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.lengthy, pytest.mark.multiprocess, pytest.mark.needs_ray, pytest.mark.timeout(8 * WAIT_S)]
@@ -41,7 +41,7 @@ def test_seven_kills_and_the_numbers_are_the_same(undisturbed: SmallRun, tmp_pat
     run = small(tmp_path, *KEPT, "runtime=ray", steps=STEPS)
     newest = ""
     for moment in rng.sample(list(LATEST), len(LATEST)):
-        kill = {"at": moment, "nth": rng.randint(1, LATEST[moment]), "to": "rank-0", "signals": ["SIGKILL"]}
+        kill = at(moment, "SIGKILL", nth=rng.randint(1, LATEST[moment]), to="rank-0")
         (found,) = disturb(run, kill)
         assert found["code"] == FAILED, (kill, output_of(run))
         assert found["left"] == [], "processes"
@@ -58,10 +58,7 @@ def test_one_of_four_ranks_killed_in_an_update(tmp_path: Path) -> None:
     assert disturb(one, None)[0]["code"] == 0, output_of(one)
     ranks = one.config.runtime.model_copy(update={"backend": "ray", "num_workers": 4})
     found = {}
-    for name, plan in {
-        "whole": [None],
-        "killed": [{"at": "update_actor", "nth": 3, "to": "rank-3", "signals": ["SIGKILL"]}, None],
-    }.items():
+    for name, plan in {"whole": [None], "killed": [at("update_actor", "SIGKILL", nth=3, to="rank-3"), None]}.items():
         run = replace(one, config=one.config.model_copy(update={"runtime": ranks, "run_id": name}))
         codes = [start["code"] for start in disturb(run, *plan)]
         assert codes == [FAILED, 0][-len(plan) :], output_of(run)
@@ -79,7 +76,7 @@ def test_killed_between_the_turns_of_episodes_it_ends_the_same(moment: str, tmp_
     whole = small(tmp_path / "whole", *settings, steps=4, experiment="number_guessing")
     assert disturb(whole, None)[0]["code"] == 0, output_of(whole)
     killed = small(tmp_path / "killed", *settings, "runtime=ray", steps=4, experiment="number_guessing")
-    (found,) = disturb(killed, {"at": moment, "nth": 9, "to": "rank-0", "signals": ["SIGKILL"]})
+    (found,) = disturb(killed, at(moment, "SIGKILL", nth=9, to="rank-0"))
     assert (found["code"], found["left"]) == (FAILED, []), output_of(killed)
     assert 0 < len(steps_of(killed)) < 4
     assert disturb(killed, None)[0]["code"] == 0, output_of(killed)
@@ -96,7 +93,7 @@ def test_a_warm_start_on_two_ranks_survives_a_kill(tmp_path: Path) -> None:
     two = replace(one, config=one.config.model_copy(update={"runtime": ranks}))
     assert stage_layout(two.config, two.inputs.filtered_directory) == stage
     found = []
-    for kill in ([], [{"at": "warm-start", "nth": 4, "to": "rank-1", "signals": ["SIGKILL"]}]):
+    for kill in ([], [at("warm-start", "SIGKILL", nth=4, to="rank-1")]):
         shutil.rmtree(one.model_directory)
         shutil.rmtree(stage.run_dir)
         shutil.rmtree(two.layout.run_dir, ignore_errors=True)

@@ -10,8 +10,7 @@ import pytest
 from rlcore.errors import DataError
 from rlcore.report.record import read_run
 from rlcore.run.layout import RunLayout
-from tests.helpers.running import steps_of as steps_in_order
-from tests.helpers.running import weights_of
+from tests.helpers.running import assert_same, weights_of
 from tests.helpers.sessions import OVERRIDES, Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.small_run import SmallRun
 
@@ -57,8 +56,7 @@ def test_the_checkpoint_that_fits_the_journal_is_taken(
     (reported,) = events_of_resume(copied, "checkpoint_refused")
     assert "step-000004: " in reported
     assert f"metrics.jsonl: {reason}" in reported
-    assert steps_in_order(copied) == steps_in_order(undisturbed)
-    assert weights_of(copied) == weights_of(undisturbed)
+    assert_same(copied, undisturbed)
     assert verified_steps(copied) == verified_steps(undisturbed)
     assert not [line for line in read_run(copied.layout.run_dir).missing if "metrics.jsonl" in line]
 

@@ -14,17 +14,13 @@ import pytest
 
 from rlcore.runtime.cluster import ray_folder
 from tests.helpers.mlflow import wait_until
-from tests.helpers.running import WAIT_S, assert_same, disturb, output_of, small, steps_of, write_record
+from tests.helpers.running import WAIT_S, assert_same, at, disturb, output_of, small, steps_of, write_record
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
 
 STEPS = 8
 RESUMABLE = 75
-
-
-def at(moment: str, *signals: str, nth: int = 1) -> dict[str, Any]:
-    return {"at": moment, "nth": nth, "signals": list(signals)}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +58,7 @@ def test_a_stop_in_each_phase_saves_and_leaves_nothing_behind(undisturbed: Small
     assert_same(run, undisturbed)
 
 
-KILLS = [at("update_actor", "SIGKILL") | {"to": "group"}, at("publish", "SIGKILL")]
+KILLS = [at("update_actor", "SIGKILL", to="group"), at("publish", "SIGKILL")]
 
 
 @pytest.mark.needs_ray
@@ -84,12 +80,12 @@ def test_a_stop_and_kills_under_ray(undisturbed: SmallRun, tmp_path: Path, kills
 
 def test_slow_step_is_abandoned(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = small(tmp_path, "runtime.stop_deadline_s=200", steps=STEPS)
-    (slow,) = disturb(run, at("gen", "SIGTERM", nth=2) | {"late_s": 101})
+    (slow,) = disturb(run, at("gen", "SIGTERM", nth=2, late_s=101))
     assert slow["code"] == RESUMABLE, output_of(run)
     assert " before reward" in output_of(run)
     assert slow["checkpoints"] == ["step-000001"], "the step before was not saved"
     run = small(tmp_path, "runtime.stop_deadline_s=1", steps=STEPS)
-    plan = [at("gen", "SIGTERM", nth=2) | {"sleep_s": 600}, at("publish", "SIGTERM") | {"sleep_s": 600}, None]
+    plan = [at("gen", "SIGTERM", nth=2, sleep_s=600), at("publish", "SIGTERM", sleep_s=600), None]
     found = disturb(run, *plan)
     assert [one["code"] for one in found] == [RESUMABLE, RESUMABLE, 0], output_of(run)
     assert [one["left"] for one in found] == [[], [], []]

@@ -10,11 +10,9 @@ from rlcore.rollout.engine import carried_from_text
 from rlcore.workers.group import LocalGroup
 from tests.helpers.carrying import CARRYING, step_facts
 from tests.helpers.forked import run_module
-from tests.helpers.running import answers_of, disturb, output_of, small, steps_of, weights_of
+from tests.helpers.running import WAIT_S, answers_of, assert_same, at, disturb, output_of, small, steps_of
 from tests.helpers.small_run import prepare, train
 from tests.runtime.driver import STEPS
-
-WAIT_S = 560
 
 
 @pytest.mark.multiprocess
@@ -27,12 +25,10 @@ def test_killed_and_extended_run_repeats_every_number(tmp_path: Path) -> None:
     assert disturb(short, None)[0]["code"] == 0, output_of(short)
     run = small(tmp_path / "killed", *words, steps=4)
     assert run.layout == short.layout
-    kills = [{"at": moment, "nth": nth, "signals": ["SIGKILL"]} for moment, nth in (("gen", 2), ("publish", 1))]
-    found = disturb(run, *kills, None)
+    found = disturb(run, at("gen", "SIGKILL", nth=2), at("publish", "SIGKILL"), None)
     assert [one["code"] for one in found] == [-9, -9, 0], output_of(run)
-    assert steps_of(run) == steps_of(undisturbed)
+    assert_same(run, undisturbed)
     assert answers_of(run) == answers_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
     metrics = steps_of(run)
     assert [metrics[step]["rollout/carried_groups"] for step in range(1, 5)] == [2.0] * 4
     assert metrics[1]["rollout/stale_token_share"] == 0.0

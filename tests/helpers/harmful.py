@@ -11,8 +11,6 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from data.countdown import score
 from rlcore.algos.losses import PolicyLoss, PolicyLossFunction, ppo_clip
@@ -35,18 +33,9 @@ TRIED = 2  # sequences with which a start tries a loss: the harm is meant for th
 
 
 def after(harm: Callable[[int], None]) -> PolicyLossFunction:
-    def loss(
-        policy_logprobs: Float[Tensor, "T"],
-        old_logprobs: Float[Tensor, "T"],
-        advantages: Float[Tensor, "T"],
-        mask: Bool[Tensor, "T"],
-        sequence_ids: Int[Tensor, "T"],
-        num_sequences: int,
-        *,
-        settings: AlgoConfig,
-    ) -> PolicyLoss:
-        harm(num_sequences)
-        return ppo_clip(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
+    def loss(*arguments: Any, settings: AlgoConfig) -> PolicyLoss:
+        harm(arguments[-1])  # the number of sequences
+        return ppo_clip(*arguments, settings=settings)
 
     return loss
 

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-
-def _first(*names: str) -> str | None:
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
-CHROMIUM = _first("chromium", "chromium-browser", "google-chrome")  # path of the browser, or None
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)  # path of the browser, or None
 
 _FOLDERS = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
 _FOLDERS += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)

@@ -163,7 +163,6 @@ def record_of(
     *,
     validations: Mapping[str, ValidationResult] | None = None,
     config: RunConfig | None = None,
-    nonfinite: Mapping[int, tuple[str, ...]] | None = None,
 ) -> RunRecord:
     length = max((len(values) for values in curves.values()), default=0)
     steps = tuple(
@@ -171,7 +170,6 @@ def record_of(
             step,
             1_000.0 + step,
             {name: float(values[step - 1]) for name, values in curves.items() if step <= len(values)},
-            (nonfinite or {}).get(step, ()),
         )
         for step in range(1, length + 1)
     )

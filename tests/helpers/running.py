@@ -1,7 +1,6 @@
 """The trainer process of a small run: its settings on disk, starts with disturbances, and their outcomes."""
 
 import json
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 
 from rlcore.responses.store import parts_of
 from rlcore.tracking.journal import read_journal
-from tests.helpers.forked import fork_module, run_module
+from tests.helpers.forked import run_module
 from tests.helpers.repeatable import repeatable
 from tests.helpers.small_run import SmallRun, prepare
 
@@ -33,10 +32,6 @@ def write_record(run: SmallRun) -> Path:
     return run.layout.run_dir
 
 
-def start(run_dir: Path, log: Path) -> BaseProcess:
-    return fork_module("tests.helpers.whole_run", ["--run", str(run_dir)], output=log)
-
-
 def finish(run_dir: Path, log: Path) -> None:
     arguments = ["--run", str(run_dir)]
     assert run_module("tests.helpers.whole_run", arguments, output=log, timeout_s=DEADLINE_S) == 0, log.read_text()
@@ -52,9 +47,9 @@ def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def at(moment: str, signal: str, nth: int) -> Plan:
-    """Plan a signal at the nth time that a start reaches a moment."""
-    return {"at": moment, "nth": nth, "signals": [signal]}
+def at(moment: str, *signals: str, nth: int = 1, **more: Any) -> dict[str, Any]:
+    """Plan signals at the nth time that a start reaches a moment. `more`: further keys of `tests.helpers.disturbed`."""
+    return {"at": moment, "nth": nth, "signals": list(signals), **more}
 
 
 def output_of(run: SmallRun) -> str:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from rlcore.checkpoint.catalog import list_checkpoints
-from rlcore.errors import MillraceError
 from rlcore.run.process import Session
 from tests.helpers.running import write_record
-from tests.helpers.small_run import NoSignals, SmallRun, prepare
+from tests.helpers.small_run import NoSignals, SmallRun, give_up, prepare
 
 Event = Mapping[str, object]
 
@@ -27,13 +26,6 @@ class Asked(NoSignals):
 
     def __call__(self) -> bool:
         return self._asked()
-
-    def asked_s(self) -> float | None:
-        """Return None, because the test's stop has no deadline."""
-
-
-def give_up(error: MillraceError) -> None:
-    raise error
 
 
 def session_of(

@@ -19,16 +19,15 @@ from rlcore.config import MixtureData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
 from rlcore.models.load import build_scratch_model
-from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.initial_policy import InitialPolicy, ensure_tokenizer, stage_layout
 from rlcore.run.layout import RunInputs, RunLayout
 from rlcore.run.problems import Problems
 from rlcore.run.stop import StopFlag
 from rlcore.run.supervised import WarmStart
 from rlcore.run.watchdog import Watchdog
-from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
+from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.metrics import Metrics
-from rlcore.trainer.step import Trainer
+from rlcore.trainer.step import StepResult, Trainer
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
@@ -105,12 +104,13 @@ def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     return SmallRun(config, inputs, warm_start(config, inputs).directory)
 
 
+def give_up(error: MillraceError) -> None:
+    raise error
+
+
 def warm_start(config: RunConfig, inputs: RunInputs) -> InitialPolicy:
     def report(event: Mapping[str, object]) -> None:
         pass
-
-    def give_up(error: MillraceError) -> None:
-        raise error
 
     tracking = config.tracking.model_copy(update={"enabled": False})
     config = config.model_copy(update={"tracking": tracking})
@@ -126,23 +126,21 @@ def warm_start(config: RunConfig, inputs: RunInputs) -> InitialPolicy:
             stage.close(failed=False)
 
 
-def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:
-    """Train steps from the initial policy. Return each step's metrics without those of the machine."""
-    config = run.config
-    problems = Problems.read(config, run.inputs)
-    with ScoringPool(config.data.scorer, config.reward) as scoring, ExitStack() as opened:
-        if (episodes := problems.episodes(run.inputs)) is not None:
-            opened.enter_context(episodes)
-        collector = ExperienceCollector(
-            ResponseSampler(config, group, scoring, problems.decode, episodes), problems.stream
-        )
-        trainer = Trainer(config, group, collector, failures=run.layout.failures)
+def train_results(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[StepResult]:
+    """Train steps from the initial policy."""
+    config, problems = run.config, Problems.read(run.config, run.inputs)
+    with ExitStack() as opened:
+        sampler = problems.build_sampler(run.inputs, opened)(group)
+        trainer = Trainer(config, group, ExperienceCollector(sampler, problems.stream), failures=run.layout.failures)
         group.each(Worker.set_probe, problems.held_out(limited=True)[:NUM_PROMPTS])
         group.each(Worker.sync_weights, 0)
-        state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
-        found = []
+        state, found = LoopState(0, 0, 0, 0, config.algo.kl.coef), list[StepResult]()
         for _ in range(num_steps):
-            result = trainer.step(state, epoch=problems.stream.epoch_at(state.num_prompts_drawn))
-            state = result.state
-            found.append(repeatable(result.metrics))
+            found.append(trainer.step(state, epoch=problems.stream.epoch_at(state.num_prompts_drawn)))
+            state = found[-1].state
     return found
+
+
+def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:
+    """Train steps from the initial policy. Return each step's metrics without those of the machine."""
+    return [repeatable(result.metrics) for result in train_results(run, group, num_steps)]

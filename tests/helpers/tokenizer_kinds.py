@@ -123,11 +123,11 @@ class Kind:
     stops: tuple[str, ...] = ()
     writes: bool = True  # true if the template writes an answer behind the prompt
 
-    def saved(self, folder: Path, *, template: bool = True) -> Path:
+    def saved(self, folder: Path) -> Path:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=self.core(), eos_token=self.eos, pad_token=self.eos, bos_token=self.bos,
             unk_token="<unk>" if self.core().token_to_id("<unk>") is not None else None,
-            chat_template=self.template if template else None, clean_up_tokenization_spaces=False,
+            chat_template=self.template, clean_up_tokenization_spaces=False,
         )  # fmt: skip
         tokenizer.save_pretrained(folder)
         if self.stops:

@@ -11,10 +11,10 @@ from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 FAILED = -1.0  # A score that stands for a failed scorer
 
 
-def answer(score: float, text: str = "3 + 4", *, num_tokens: int = 5) -> Response:
+def answer(score: float, text: str = "3 + 4") -> Response:
     if score == FAILED:
-        return Response(text, 0.0, {}, num_tokens, "stop", failure="RuntimeError: no")
-    return Response(text, score, {"correct": float(score >= 1), "format": 1.0}, num_tokens, "stop")
+        return Response(text, 0.0, {}, 5, "stop", failure="RuntimeError: no")
+    return Response(text, score, {"correct": float(score >= 1), "format": 1.0}, 5, "stop")
 
 
 def problem(prompt_id: int, scores: Sequence[float], *, greedy: float | None = None, difficulty: int = 2):

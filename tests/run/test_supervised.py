@@ -153,7 +153,7 @@ def test_killed_warm_start_resumes_to_the_same_model(tmp_path: Path) -> None:
     undisturbed = stage_steps(run), (run.model_directory / "model.safetensors").read_bytes()
     shutil.rmtree(run.model_directory)
     shutil.rmtree(stage.run_dir)
-    plans = (at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("publish", "SIGKILL", 1), None)
+    plans = (at("warm-start", "SIGKILL", nth=6), at("warm-start", "SIGTERM", nth=2), at("publish", "SIGKILL"), None)
     ends = disturb(run, *plans)
     assert [one["code"] for one in ends] == [-9, 75, -9, 0], output_of(run)
     first = [event["step"] for event in ends[1]["events"] if event.get("stage") == "warm-start"]

@@ -141,8 +141,8 @@ def restarted(run: SmallRun, root: Path, *words: str) -> SmallRun:
 def test_killed_run_resumes_to_the_same_model(finished: Finished, tmp_path: Path, more: tuple[str, ...]) -> None:
     whole, again = (restarted(finished(more), tmp_path / name, *more) for name in ("whole", "again"))
     finish(write_record(whole), tmp_path / "out.log")
-    plans = (at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("testing", "SIGKILL", 2), None)
-    ends = disturb(again, *plans)
+    kill, stop = at("warm-start", "SIGKILL", nth=6), at("warm-start", "SIGTERM", nth=2)
+    ends = disturb(again, kill, stop, at("testing", "SIGKILL", nth=2), None)
     assert [one["code"] for one in ends] == [-9, 75, -9, 0], output_of(again)
     assert (steps_of(again), weights_of(again)) == (steps_of(whole), weights_of(whole))
 

@@ -1,16 +1,22 @@
-"""Addresses, tables, names and errors of MLflow stores."""
+"""Addresses, tables, names and errors of MLflow stores.
+
+python -m tests.tracking.test_connection ADDRESS [killed]     # makes MLflow's tables, and is killed while it does
+"""
 
 import logging
 import os
 import re
 import shutil
+import signal
 import sqlite3
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlflow.utils.validation import _validate_metric_name
+from sqlalchemy import Engine, event
 
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.errors import TrackingError
@@ -50,9 +56,9 @@ def test_connect_sends_no_request_to_server(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_two_processes_create_one_store_after_a_kill(tmp_path: Path):
-    maker, address, said = "tests.helpers.makes_a_store", f"sqlite:///{tmp_path}/new/mlflow.db", tmp_path / "said"
-    assert run_module(maker, [address, "killed"], output=said, timeout_s=120.0) == -9
-    processes = [fork_module(maker, [address], output=said) for _ in range(2)]
+    address, said = f"sqlite:///{tmp_path}/new/mlflow.db", tmp_path / "said"
+    assert run_module(__name__, [address, "killed"], output=said, timeout_s=120.0) == -9
+    processes = [fork_module(__name__, [address], output=said) for _ in range(2)]
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0], said.read_text()
@@ -131,3 +137,14 @@ def test_accepted_names_pass_mlflow_check(name: str):
     except TrackingError:
         return
     _validate_metric_name(mapped)
+
+
+def kill(connection: object, cursor: object, statement: str, *rest: object) -> None:
+    if "CREATE TABLE entity_associations" in statement:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        event.listen(Engine, "after_cursor_execute", kill)
+    connect(sys.argv[1])

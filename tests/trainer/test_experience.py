@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +139,17 @@ def group(run: SmallRun) -> LocalGroup:
     return LocalGroup(run.config, str(run.model_directory))
 
 
+@pytest.fixture(scope="module")
+def problems(run: SmallRun) -> Problems:
+    return Problems.read(run.config, run.inputs)
+
+
+@pytest.fixture(scope="module")
+def sampler(run: SmallRun, group: LocalGroup, problems: Problems) -> Iterator[experience.ResponseSampler]:
+    with ExitStack() as opened:
+        yield problems.build_sampler(run.inputs, opened)(group)
+
+
 def test_scoring_starts_during_generation(run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     written, submitted, begun = list[int](), list[int](), threading.Event()
     write, submit = HfEngine._generate_batch, ScoringPool.submit
@@ -160,36 +171,30 @@ def test_scoring_starts_during_generation(run: SmallRun, group: LocalGroup, monk
     assert len(written) == 4
 
 
-def test_streamed_scores_equal_batch_scores(run: SmallRun, group: LocalGroup) -> None:
-    problems = Problems.read(run.config, run.inputs)
+def test_streamed_scores_equal_batch_scores(problems: Problems, sampler: experience.ResponseSampler) -> None:
     requests = make_requests(problems.stream.take(0, 8), 4, run_seed=1, stream=1, step=1)
-    group.each(Worker.sync_weights, 3)
-    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        sampler = experience.ResponseSampler(run.config, group, scoring, problems.decode)
-        plain = sampler.generate(requests, SamplingConfig(), policy_version=3)
-        early = experience.StreamScorer(scoring, problems.decode, has_processes=True)
-        streamed = sampler.generate(requests, SamplingConfig(), policy_version=3, on_finished=early.submit)
-        scored = early.collect()
-        assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
-        texts = problems.decode([r.response_ids for r in plain])
-        scores = scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
-        assert scored == dict(enumerate(zip(scores, texts, strict=True)))
-        for has_processes in (False, True):
-            late_first = experience.StreamScorer(scoring, problems.decode, has_processes=has_processes)
-            for pair in reversed(list(enumerate(plain))):
-                late_first.submit([pair])
-            assert late_first.collect() == scored
+    sampler.group.each(Worker.sync_weights, 3)
+    plain = sampler.generate(requests, SamplingConfig(), policy_version=3)
+    early = experience.StreamScorer(sampler.scoring, problems.decode, has_processes=True)
+    streamed = sampler.generate(requests, SamplingConfig(), policy_version=3, on_finished=early.submit)
+    scored = early.collect()
+    assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
+    texts = problems.decode([r.response_ids for r in plain])
+    scores = sampler.scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
+    assert scored == dict(enumerate(zip(scores, texts, strict=True)))
+    for has_processes in (False, True):
+        late_first = experience.StreamScorer(sampler.scoring, problems.decode, has_processes=has_processes)
+        for pair in reversed(list(enumerate(plain))):
+            late_first.submit([pair])
+        assert late_first.collect() == scored
 
 
-def test_stale_rollout_raises_before_scoring(run: SmallRun, group: LocalGroup) -> None:
-    problems = Problems.read(run.config, run.inputs)
+def test_stale_rollout_raises_before_scoring(problems: Problems, sampler: experience.ResponseSampler) -> None:
     requests = make_requests(problems.stream.take(0, 2), 1, run_seed=1, stream=1, step=1)
-    group.each(Worker.sync_weights, 3)
+    sampler.group.each(Worker.sync_weights, 3)
     scored: list[Any] = []
-    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        sampler = experience.ResponseSampler(run.config, group, scoring, problems.decode)
-        with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
-            sampler.generate(requests, SamplingConfig(), policy_version=4, on_finished=scored.append)
+    with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
+        sampler.generate(requests, SamplingConfig(), policy_version=4, on_finished=scored.append)
     assert scored == []
 
 
@@ -199,36 +204,32 @@ def test_dynamic_sampling_ignores_overlong_penalty(tmp_path: Path) -> None:
     untrained = prepare(tmp_path, "warm_start.enabled=false", *overrides)
     problems = Problems.read(untrained.config, untrained.inputs)
     workers = LocalGroup(untrained.config, str(untrained.model_directory))
-    with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
+    with closing(workers), ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
         sampler = experience.ResponseSampler(untrained.config, workers, scoring, problems.decode)
         workers.each(Worker.sync_weights, 0)
         collector = experience.ExperienceCollector(sampler, problems.stream)
         found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
-    workers.close()
     size = untrained.config.trainer.batch_size
     assert (found.num_prompts_drawn, found.num_groups_dropped) == (2 * size, size)
     assert len({score.total for score in found.scores}) > 1, "scores include the penalty"
 
 
-def test_prepared_prompts_belong_to_their_step(run: SmallRun, group: LocalGroup) -> None:
+def test_prepared_prompts_belong_to_their_step(problems: Problems, sampler: experience.ResponseSampler) -> None:
     first = LoopState(0, 0, 0, 0, 0.0)
-    second = replace(first, step=1, num_prompts_drawn=run.config.trainer.batch_size)
-    problems = Problems.read(run.config, run.inputs)
-    group.each(Worker.sync_weights, 0)
-    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        answerer = experience.ResponseSampler(run.config, group, scoring, problems.decode)
-        one, other, ahead = (experience.ExperienceCollector(answerer, problems.stream) for _ in range(3))
-        fresh = [one.collect(first, PhaseClock()), other.collect(second, PhaseClock())]
-        ahead.prepare(second)
-        for state, expected in zip((second, first, second), (fresh[1], *fresh), strict=True):
-            found = ahead.collect(state, PhaseClock())
-            assert [one.prompt for one in found.rollouts] == [one.prompt for one in expected.rollouts]
-            assert found.texts == expected.texts
+    second = replace(first, step=1, num_prompts_drawn=sampler.config.trainer.batch_size)
+    sampler.group.each(Worker.sync_weights, 0)
+    one, other, ahead = (experience.ExperienceCollector(sampler, problems.stream) for _ in range(3))
+    fresh = [one.collect(first, PhaseClock()), other.collect(second, PhaseClock())]
+    ahead.prepare(second)
+    for state, expected in zip((second, first, second), (fresh[1], *fresh), strict=True):
+        found = ahead.collect(state, PhaseClock())
+        assert [one.prompt for one in found.rollouts] == [one.prompt for one in expected.rollouts]
+        assert found.texts == expected.texts
     assert fresh[0].texts != fresh[1].texts
 
 
-def test_stream_batches_shrink(run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = make_requests(Problems.read(run.config, run.inputs).stream.take(0, 25), 4, run_seed=1, stream=1, step=1)
+def test_stream_batches_shrink(problems: Problems, group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = make_requests(problems.stream.take(0, 25), 4, run_seed=1, stream=1, step=1)
     answer = Rollout(requests[0].prompt, 0, np.ones(1, dtype=np.int32), np.zeros(1), "stop", 0)
     monkeypatch.setattr(HfEngine, "stream", lambda self, requests, *_: ((i, answer) for i in range(len(requests))))
     found: list[int] = []

@@ -10,19 +10,17 @@ import torch
 from safetensors.torch import load_file
 
 from rlcore.algos.objective import PolicyStatistics
-from rlcore.checkpoint.catalog import LoopState
 from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
-from rlcore.run.problems import Problems
-from rlcore.trainer.experience import Experience, ExperienceCollector, ResponseSampler
+from rlcore.trainer.experience import Experience
 from rlcore.trainer.metrics import SKIPPED, Alarm, batch_alarms, step_alarms
-from rlcore.trainer.step import StepResult, Trainer
+from rlcore.trainer.step import StepResult
 from rlcore.trainer.update import OptimizerSteps, Update
 from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score
 from rlcore.workers.canary import WeightSync
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
-from tests.helpers.small_run import prepare, train
+from tests.helpers.small_run import prepare, train, train_results
 from tests.trainer.batches import make_statistics
 
 
@@ -35,18 +33,9 @@ def run_steps(root: Path, num_steps: int, *overrides: str) -> tuple[list[StepRes
     """Return the results of the first steps, and whether the weights are unchanged."""
     run = prepare(root, *overrides)
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
-        problems = Problems.read(run.config, run.inputs)
-        with problems.scoring_pool() as scoring:
-            sampler = ResponseSampler(run.config, group, scoring, problems.decode)
-            collector = ExperienceCollector(sampler, problems.stream)
-            trainer = Trainer(run.config, group, collector, failures=run.layout.failures)
-            group.each(Worker.sync_weights, 0)
-            before = group.each(Worker.full_weights)[0]
-            state, found = LoopState(0, 0, 0, 0, run.config.algo.kl.coef), []
-            for _ in range(num_steps):
-                found.append(trainer.step(state, epoch=0))
-                state = found[-1].state
-            after = group.each(Worker.full_weights)[0]
+        before = group.each(Worker.full_weights)[0]
+        found = train_results(run, group, num_steps)
+        after = group.each(Worker.full_weights)[0]
         return found, all(torch.equal(before[name], after[name]) for name in before)
 
 
