@@ -31,8 +31,7 @@ from rlcore.config import CountdownData, FilterConfig, RunConfig
 ROOT = Path(__file__).resolve().parents[1]
 MIN_RATIO, MAX_SECOND_S = 10.0, 2.0
 VOCAB_SIZE = 32_768
-# The bytes of Python source that train the tokenizer.
-CORPUS_BYTES = 6_000_000
+CORPUS_BYTES = 6_000_000  # of Python source, which trains the tokenizer
 # The tokenizers of Qwen and Llama split a text into these words.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -97,7 +96,6 @@ def trained_tokenizer(folder: Path) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     ).save_pretrained(folder)
-    print(f"tokenizer of {core.get_vocab_size():,} tokens")
     return folder
 
 
