@@ -139,8 +139,9 @@ def _find_result(file: Path, step: int, settings: EvaluationConfig) -> Validatio
 
 
 SOURCE_FILE = "source.json"  # file next to the report: the fingerprint of its inputs
-SOURCE_SUFFIXES = frozenset({".py", ".jinja", ".j2", ".css", ".html"})
-REPORT_SOURCE = Path(__file__).resolve().parents[2] / "rlcore" / "report"
+REPORT_VERSION = 1
+"""The version of the code in `rlcore/report`, as a part of a report's fingerprint. Increase it if a change alters the
+report of the same run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +266,11 @@ def write_report(layout: RunLayout) -> ReportPage:
 
 
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
-    """Return a fingerprint of all inputs of a report: the run's files, `failure`, and the code that writes reports."""
+    """Return a fingerprint of all inputs of a report: the run's files, `failure`, and `REPORT_VERSION`."""
     files = [layout.journal, layout.run_json]
     files += [*sorted(layout.validation.glob("*.json")), *sorted(layout.suites.glob("*/*.json"))]
-    ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
     read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}
-    return fingerprint("report", {"read": read, "source": ours} | ({"failure": failure} if failure else {}))
+    return fingerprint("report", {"read": read, "version": REPORT_VERSION} | ({"failure": failure} if failure else {}))
 
 
 def find_report(layout: RunLayout, failure: str = "") -> ReportPage | None:

@@ -16,7 +16,7 @@ from rlcore.config import CountdownData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, has_default_scorer, parts_of
 from rlcore.errors import ConfigError, EngineError, TrialError
 from rlcore.rollout.environment import PLAY, Episode, is_repeatable, resolve_environment, turn_from_score
-from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.scoring import START_DEADLINE_S, ScoringPool
 from rlcore.rollout.scoring_worker import weights_problem
 from rlcore.rollout.tools import tool_schemas
 from rlcore.runtime.interpreter import trainer_process
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 LOSS_DEADLINE_S = 120.0  # seconds for a trial of loss and advantage, most of them for the import of torch
-FIRST_CALL_S = 60.0  # seconds beyond `reward.deadline_s` for the start of a scoring process and the scorer's imports
 JUDGE_FAILURE = "JudgeError: "  # prefix of a scorer's failure where its judge gave no verdict (`data.judge`)
 WRONG_RESPONSE = "0"
 """A response that is wrong for most tasks. A scorer is tried on the solution, this response and an empty response."""
@@ -167,8 +166,9 @@ def _first_replies(row: "FirstRow", config: RunConfig) -> list[str]:
 
 def _score_once(pool: ScoringPool, responses: Sequence[str], truth_json: str, settings: RewardConfig) -> list[Score]:
     scores = pool.submit(responses, [truth_json] * len(responses))
-    if wait(scores, len(responses) * settings.deadline_s + FIRST_CALL_S).not_done:
-        return [Score(0.0, {}, failure="timed out")] * len(responses)
+    limit_s = START_DEADLINE_S + len(responses) * settings.deadline_s
+    if wait(scores, limit_s).not_done:
+        return [Score(0.0, {}, failure=f"not finished after {limit_s:g} s")] * len(responses)
     try:
         return [score.result() for score in scores]
     except EngineError as error:

@@ -36,7 +36,7 @@ _MAX_RESPONSES_PER_MESSAGE = 32
 _MAX_READ_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 3
 _MAX_LOGGED = 5
-_START_DEADLINE_S = 120.0  # seconds allowed for the import of a scorer, and for the scorer's first call
+START_DEADLINE_S = 120.0  # seconds allowed for the import of a scorer, and for the scorer's first call
 _SEND_DEADLINE_S = 10.0  # seconds allowed for sending to an idle process, which a user may have stopped
 _MAX_WAIT_S = 1.0  # seconds between two checks of busy processes. The checks also detect a pause of this process
 
@@ -79,7 +79,7 @@ class ScoringProcess:
         """False until the process has finished its first call, on an empty response. Until then, a longer deadline
         applies than the deadline of the settings. If first calls are skipped, the value is always True."""
         self.responses: deque[PendingResponse] = deque()
-        self.overdue_at = time.monotonic() + _START_DEADLINE_S
+        self.overdue_at = time.monotonic() + START_DEADLINE_S
 
     @property
     def is_idle(self) -> bool:
@@ -116,7 +116,7 @@ class ScoringProcess:
             yield message
 
     def _set_deadline(self) -> None:
-        self.overdue_at = time.monotonic() + (self.deadline_s if self.warm else _START_DEADLINE_S)
+        self.overdue_at = time.monotonic() + (self.deadline_s if self.warm else START_DEADLINE_S)
 
     def kill(self) -> None:
         """Kill the process and its process group, and wait for the process to end."""

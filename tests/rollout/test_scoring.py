@@ -230,7 +230,7 @@ def test_parts_of_mixture_have_first_calls(monkeypatch):
 
 @pytest.mark.parametrize("how", ["hang", "exit"])
 def test_scorer_may_fail_in_first_call(monkeypatch, how):
-    monkeypatch.setattr(scoring, "_START_DEADLINE_S", 10)
+    monkeypatch.setattr(scoring, "START_DEADLINE_S", 10)
     name = "tests.rollout.odd_scorers:nothing_in_an_empty_answer"
     with ScoringPool(name, RewardConfig(num_processes=1, deadline_s=5)) as pool:
         assert pool.score(["one", "four"], [json.dumps({"value": how})] * 2) == [Score(3.0, {}), Score(4.0, {})]
