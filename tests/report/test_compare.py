@@ -176,6 +176,18 @@ def test_runs_are_paired_with_first_run(run_dirs, comparison):
     assert f"lr1e-5-s1 minus lr3e-4-s1: {signed_interval(wanted.difference)}; " in found["statement"]
 
 
+def test_best_setting_needs_validations_and_seeds_that_do_not_overlap(run_dirs):
+    high, other_high, low, other_low = map(read_run, run_dirs[:4])
+
+    def verdict(*groups):
+        findings = comparison_findings({}, dict(zip("ab", groups, strict=True)))
+        return next(found.verdict for found in findings if found.topic == "Best setting")
+
+    assert verdict([low, other_low], [high, other_high]) == "b"
+    assert verdict([low, other_high], [high, other_low]) == "no clear difference"
+    assert verdict([low, other_low], [record_of({})]) == "not known"
+
+
 def test_best_setting_needs_several_settings(comparison, two_seeds):
     assert finding(comparison, "Best setting")["verdict"] == "optim.lr=0.0003"
     assert finding(two_seeds, "Over seeds")["verdict"] == "2 seeds"
