@@ -67,7 +67,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """The source files of each function that the settings name (`module:function`)."""
+    """The source files of each function that is named in the settings (as `module:function`)."""
 
     by_function: Mapping[str, tuple[Source, ...]]
 

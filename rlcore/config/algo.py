@@ -158,9 +158,9 @@ class ClipCovConfig(Section):
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
-    """The lower bound of an excluded token's covariance. It should be far above the mean covariance of all tokens."""
+    """The smallest covariance of a token that may be excluded. It should be far above the mean covariance of all tokens."""
     high: Annotated[float, _BY_COVARIANCE] = 5.0
-    """The upper bound of an excluded token's covariance."""
+    """The largest covariance of a token that may be excluded."""
 
 
 class DynamicSamplingConfig(Section):

@@ -126,8 +126,8 @@ class _Buckets:
         return self._dtype
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """Return the unsharded parameter. Each parameter can be requested only once, because its copy is then
-        dropped."""
+        """Return the unsharded parameter. Each parameter can be requested only once, because this object then drops its
+        gathered copy."""
         if parameter not in self._bucket_of:
             return gather_parameter(self._value(parameter))
         if parameter not in self._whole:
