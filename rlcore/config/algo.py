@@ -158,7 +158,8 @@ class ClipCovConfig(Section):
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
-    """The smallest covariance of a token that may be excluded. It should be far above the mean covariance of all tokens."""
+    """The smallest covariance of a token that may be excluded. It should be far above the mean covariance of all
+    tokens."""
     high: Annotated[float, _BY_COVARIANCE] = 5.0
     """The largest covariance of a token that may be excluded."""
 

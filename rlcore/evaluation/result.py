@@ -154,8 +154,8 @@ class ValidationResult:
 
     @property
     def reward_statistic(self) -> str:
-        """The name of the statistic that is the held-out reward. It is the mean score of the samples, or the greedy score
-        if there are no samples."""
+        """The name of the statistic that is the held-out reward. It is the mean score of the samples, or the greedy
+        score if there are no samples."""
         return f"reward/mean_at_{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property

@@ -10,7 +10,7 @@ the function raises an error."""
 
 
 class PhaseClock:
-    """The wall-clock seconds of each phase of a step. The times of a phase that runs several times are added."""
+    """The wall-clock seconds of each phase of a step. The durations of a phase that runs several times are added."""
 
     def __init__(self, enter: EnterPhase = nullcontext) -> None:
         self._enter = enter
