@@ -53,8 +53,8 @@ def artifact_key(subject: str, content: str) -> str:
 
 
 def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact whose key joins `of` and `what`. `data` returns Markdown, or JSON rows if `kind` is
-    `table`."""
+    """Create an artifact. Its key is `artifact_key(of, what)`. `data`: a function that returns Markdown, or the rows of
+    a table as JSON if `kind` is `table`."""
     log_failure(lambda: _create(of, what, description, data, kind))
 
 

@@ -160,8 +160,8 @@ def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[
 
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
     """Tag the run's `best` and `last` model, whose ids are in `by_alias`. Tags are used because MLflow has
-    aliases only in its registry. If `registered` is set, also register both as versions of the registered model of this
-    name, with aliases such as `models:/<registered>@best`."""
+    aliases only in its registry. If `registered` is set, also register both as versions of the model named
+    `registered`. Their aliases are then addresses such as `models:/<registered>@best`."""
     for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:
             if alias in model.tags and by_alias.get(alias) not in (None, model.model_id):
