@@ -254,8 +254,10 @@ def pipeline(
     log_settings(settings, COMMANDS.get(until, "train"))
     began = time.monotonic()
     result = keep_outcome(lambda: _run_until(settings, until))
-    message = "" if result is None else f"{result.outcome(settings.config)}, {time.monotonic() - began:.0f} s"
-    return Completed(message=message)
+    if result is None:
+        return Completed(message="")
+    last = " in the last attempt" if flow_run.run_count > 1 else ""
+    return Completed(message=f"{result.outcome(settings.config)}, {time.monotonic() - began:.0f} s{last}")
 
 
 def prefect_tags() -> dict[str, str]:

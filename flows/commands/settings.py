@@ -34,10 +34,11 @@ _HYDRA = {
         ("hydra", "all", "--hydra-help"), "Hydra's launchers, sweepers, loggers and output folders are unused"
     ),
     **dict.fromkeys(("config", "plugins", "defaults-tree"), "--cfg job prints the settings; there are no plugins"),
+    "--on-workers": "Write millrace sweep FILE --on-workers",
     "--experimental-rerun": "The command of a run is in its run.json and its report; it resumes the run",
     **dict.fromkeys(("-sc", "--shell-completion"), "Write millrace --install-completion"),
 }
-"""Advice for error messages. The keys are Hydra options that Millrace's commands do not support.
+"""Advice for error messages. The keys are options of Hydra or of `millrace sweep` that other commands do not have.
 
 Keys such as `plugins` are unsupported values of the options `--cfg` and `--info`.
 """

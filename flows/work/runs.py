@@ -147,9 +147,9 @@ def resume_hint(run_dir: Path) -> str:
     if last is None or not last.command.endswith(FLOW_RUN_COMMAND):
         return SAME_COMMAND
     flow_run = _read_json(run_dir / STOP_FILE).get("flow_run") if is_stop_requested(run_dir, last) else None
-    if flow_run is None:  # perhaps suspended, which is known to Prefect alone
-        return "Retry on its Prefect page resumes it, or Resume if it is suspended"
-    return f"`prefect flow-run retry {flow_run}` resumes it, or Retry on its page"
+    retry = "Retry on its Prefect page" + (f" or `prefect flow-run retry {flow_run}`" if flow_run else "")
+    # Only Prefect knows whether it is suspended, and the stack may be down.
+    return f"{retry} resumes it, or Resume on the page if it is suspended (first `millrace up` if the stack is down)"
 
 
 def size_of(folder: Path) -> int:

@@ -159,6 +159,8 @@ def _best(groups: Groups) -> Finding:
     text = f"{first} has {fixed(best.mean.value)}, and {second} has {fixed(next_best.mean.value)}"
     if unfinished := [label for label in (first, second) if not all(run.is_complete for run in groups[label])]:
         text += f" (not finished: {', '.join(unfinished)})"
+    if not any(paired_runs(one, other)[0] for one in groups[first] for other in groups[second]):
+        return finding("not known", "muted", f"{text}, but on different held-out problems.", numbers=means)
     if min(best.num_seeds, next_best.num_seeds) < MIN_RUNS:
         text += "; a comparison of settings needs at least two seeds of each."
         return finding("one seed is too few", "watch", text, numbers=means)

@@ -112,8 +112,9 @@ def test_resume_hint_names_command_or_flow_run(layout):
     (run_dir / RUN_LOCK).write_text(json.dumps(asdict(me)))
     assert resume_hint(run_dir) == SAME_COMMAND
     (run_dir / RUN_LOCK).write_text(json.dumps(asdict(replace(me, command=f"python {FLOW_RUN_COMMAND}"))))
-    unknown = "Retry on its Prefect page resumes it, or Resume if it is suspended"
-    known = "`prefect flow-run retry 7f` resumes it, or Retry on its page"
+    more = " resumes it, or Resume on the page if it is suspended (first `millrace up` if the stack is down)"
+    unknown = f"Retry on its Prefect page{more}"
+    known = f"Retry on its Prefect page or `prefect flow-run retry 7f`{more}"
     assert resume_hint(run_dir) == unknown
     for process, expected in (([me.pid, me.born], known), ([1, me.born], unknown), ([me.pid, me.born + 1], unknown)):
         (run_dir / STOP_FILE).write_text(json.dumps({"process": process, "time": 1.0, "flow_run": "7f"}))
