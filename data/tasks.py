@@ -115,8 +115,8 @@ def _by_part(inputs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def dataset_directory(config: DataConfig, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> Path:
-    """Return the folder of a dataset below `root` (`paths.root`), which need not exist yet. Its name is the dataset's
-    fingerprint. The fingerprint of a mixture combines the fingerprints of its parts."""
+    """Return the folder of a dataset below `root` (`paths.root`). The folder need not exist yet. Its name is the
+    dataset's fingerprint. The fingerprint of a mixture combines the fingerprints of its parts."""
     if isinstance(config, MixtureData):
         parts = [dataset_directory(part.data, seed, root).name for part in config.parts]
         return root / "datasets" / fingerprint("dataset-mixture", parts)

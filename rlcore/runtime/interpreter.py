@@ -145,8 +145,8 @@ def run_versions(python: str | None) -> dict[str, str]:
 
 
 def trainer_path(python: str) -> list[str]:
-    """Return the import path of the trainer's interpreter, followed by the import path of this process without its
-    installed packages."""
+    """Return the import path of the trainer's interpreter, then the import path of this process, from which the folders
+    of installed packages are left out."""
     found, library = trainer_environment(python), sysconfig.get_path("stdlib")
     own = (
         place

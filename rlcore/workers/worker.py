@@ -335,7 +335,8 @@ class Worker:
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return the adapters under PEFT's names on the CPU, or {} on ranks other than 0 or without `model.lora`."""
+        """Return the adapters as CPU tensors, keyed by PEFT's names. Return {} if `model.lora` is unset or if the rank is
+        not 0."""
         return self._to_host(adapter_state(self.actor.model))
 
     def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -181,7 +181,7 @@ def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
 
 def _engine_tensor(module: nn.Module, kind: str) -> Tensor | None:
     """Return the weight or bias that a module's kernel uses. On a CPU the kernel has a packed copy of the weight
-    matrix. The matrix is then computed as the kernel's product with the identity matrix."""
+    matrix, so this function recovers the matrix by applying the kernel to the identity matrix."""
     parameter = getattr(module, kind, None)
     method = getattr(module, "quant_method", None)
     on_cpu = isinstance(parameter, Tensor) and parameter.device.type == "cpu"
