@@ -335,8 +335,8 @@ class Worker:
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return the adapters as CPU tensors, keyed by PEFT's names. Return {} if `model.lora` is unset or if the rank is
-        not 0."""
+        """Return the adapters as CPU tensors, keyed by PEFT's names. Return {} if `model.lora` is unset or if the rank
+        is not 0."""
         return self._to_host(adapter_state(self.actor.model))
 
     def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
