@@ -14,7 +14,7 @@ from rlcore.config.fingerprint import fixed_settings
 from rlcore.config.problems import mask_secrets, plain_text
 from rlcore.evaluation.stats import Interval
 from rlcore.report.document import NO_VALUE, Cell, Finding, Row, Table, Tile, fixed, signed_interval, table
-from rlcore.report.held_out import paired_runs
+from rlcore.report.held_out import OTHER_PROBLEMS, paired_runs
 from rlcore.report.panels import Groups, num_seeds
 from rlcore.report.record import RunRecord, Runs
 from rlcore.report.run_sections import algorithm_of, describe_setting, settings_of
@@ -159,7 +159,7 @@ def _best(groups: Groups) -> Finding:
     text = f"{first} has {fixed(best.mean.value)}, and {second} has {fixed(next_best.mean.value)}"
     if unfinished := [label for label in (first, second) if not all(run.is_complete for run in groups[label])]:
         text += f" (not finished: {', '.join(unfinished)})"
-    if not any(paired_runs(one, other)[0] for one in groups[first] for other in groups[second]):
+    if paired_runs(groups[first][0], groups[second][0])[1] == OTHER_PROBLEMS:  # a group's runs have equal settings
         return finding("not known", "muted", f"{text}, but on different held-out problems.", numbers=means)
     if min(best.num_seeds, next_best.num_seeds) < MIN_RUNS:
         text += "; a comparison of settings needs at least two seeds of each."

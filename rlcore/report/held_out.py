@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ValidationPair = Mapping[str, ValidationResult]
 """Validation results by label: `before` and `after`, or the names of the runs."""
+OTHER_PROBLEMS = "evaluated on other problems"
 _MEANING: Mapping[str, str] = {
     "reward/mean": "mean score of {k} sampled responses",
     "reward/pass": "at least one of {k} samples is correct (unbiased)",
@@ -131,7 +132,7 @@ def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, 
     try:
         return compare(first.after, second.after), ""
     except DataError:
-        return (), "evaluated on other problems"
+        return (), OTHER_PROBLEMS
 
 
 def _table_by_key(

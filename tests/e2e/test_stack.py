@@ -216,7 +216,8 @@ def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack, tm
         stack.process_of(run).wait()
     stack.set_state(run, RETRY)
     wait_until(lambda: stack.run(run)["run_count"] == 2, "it has begun again")
-    stack.wait(run, "COMPLETED")
+    again = stack.wait(run, "COMPLETED")
+    assert [one["state"]["message"].endswith(" s in the last attempt") for one in (completed, again)] == [False, True]
     assert sorted(numbers(stack.run_dir("again"))) == [0, 1], "no step was done again"
 
 

@@ -177,15 +177,20 @@ def test_runs_are_paired_with_first_run(run_dirs, comparison):
 
 
 def test_best_setting_needs_validations_and_seeds_that_do_not_overlap(run_dirs):
-    high, other_high, low, other_low = map(read_run, run_dirs[:4])
+    high, other_high, low, other_low, elsewhere = map(read_run, run_dirs)
 
-    def verdict(*groups):
+    def best(*groups):
         findings = comparison_findings({}, dict(zip("ab", groups, strict=True)))
-        return next(found.verdict for found in findings if found.topic == "Best setting")
+        return next(found for found in findings if found.topic == "Best setting")
 
-    assert verdict([low, other_low], [high, other_high]) == "b"
-    assert verdict([low, other_high], [high, other_low]) == "no clear difference"
-    assert verdict([low, other_low], [record_of({})]) == "not known"
+    assert best([low, other_low], [high, other_high]).verdict == "b"
+    assert best([low, other_high], [high, other_low]).verdict == "no clear difference"
+    assert best([low, other_low], [record_of({})]).verdict == "not known"
+    found = best([high, other_high], [elsewhere])
+    assert found.verdict == "not known"
+    assert found.statement.endswith(", but on different held-out problems."), found
+    without = replace(high, validations={"before": high.validations["before"]})
+    assert best([without], [low, other_low]).verdict == "one seed is too few", "its problems may be the same"
 
 
 def test_best_setting_needs_several_settings(comparison, two_seeds):
