@@ -18,6 +18,7 @@ from rlcore.batching.prompts import read_prompts
 from rlcore.config import CountdownData, ParquetData
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, DiskSpaceError
+from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
 from rlcore.run.layout import RunInputs
 from rlcore.run.supervised import Demonstrations
 from rlcore.storage.publish import published_directory
@@ -248,6 +249,32 @@ def talk(index, *messages, truth="7", solution=""):
 
 def filtered_talks(folder, tokenizer, talks):
     return filtered(written(folder, talks, [talk(0, ("user", "Held out?"))]), tokenizer, folder)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_words_are_continued_as_by_transformers(name, tmp_path):
+    """One of the four prompts starts a turn. The solution follows the assistant's words."""
+    folder = KINDS[name].saved(tmp_path / "tokenizer")
+    solution = " 3 + 4 = 7, so 7"
+    rows = [
+        talk(0, ("user", "What is 3 + 4?"), ("assistant", "Let me see.\n<think>"), truth="x", solution=solution),
+        talk(1, ("user", "What is 4 + 4?"), ("assistant", "So: "), truth="x", solution=solution),
+        talk(2, ("user", "What is 5 + 4?"), truth="x"),
+        talk(3, ("user", "What?"), ("assistant", "9"), ("user", "Sure?"), ("assistant", "No,"), truth="x"),
+    ]
+    made = filtered_talks(tmp_path, folder, rows)
+    tokenizer, stops, num_solutions = load_tokenizer(folder), end_of_text_ids(folder), 0
+    for found in pq.read_table(made.directory / "train.parquet").to_pylist():
+        messages, is_continued = found["prompt"], found["prompt"][-1]["role"] == "assistant"
+        end = {"add_generation_prompt": not is_continued, "continue_final_message": is_continued}
+        assert found["prompt_ids"] == tokenizer.apply_chat_template(messages, return_dict=False, **end)
+        if found["solution_ids"]:
+            num_solutions += 1
+            messages[-1]["content"] += solution
+            whole = tokenizer.apply_chat_template(messages, return_dict=False)
+            joint = found["prompt_ids"] + found["solution_ids"]
+            assert (whole[: len(joint)], joint[-1] in stops) == (joint, True)
+    assert num_solutions > 0
 
 
 @pytest.mark.parametrize(("messages", "problem"), [

@@ -204,6 +204,24 @@ def test_the_composed_settings_are_printed(capsys):
     assert print_settings("run --info experiment=debgu", 2).startswith("experiment: must name a file in")
 
 
+@pytest.mark.parametrize(
+    ("shell", "asked"),
+    [
+        ("bash", {"COMP_WORDS": "millrace sto", "COMP_CWORD": "1"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "millrace sto"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "millrace sto", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ],
+)
+def test_a_shell_completes_commands(shell, asked, monkeypatch, capsys):
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("_MILLRACE_COMPLETE", f"complete_{shell}")
+    with pytest.raises(SystemExit):
+        app(prog_name="millrace")
+    found = capsys.readouterr().out
+    assert ("stop" in found, "status" in found) == (True, False)
+
+
 COMPLETE = """
 import json, os, sys
 from flows.cli import app

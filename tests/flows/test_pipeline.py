@@ -8,6 +8,7 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -342,16 +343,25 @@ def test_killed_flow_ends_its_trainer_and_run_resumes(millrace, reference):
     assert "bytes of the journal delivered; the run is FINISHED" in late.out, late.err
 
 
-def test_same_run_twice_concurrently(millrace):
-    words = ("run", *ENDLESS, "tracking.enabled=false")
-    first = millrace.start(*words)
-    wait_until(lambda: bool(list(millrace.root.glob("runs/*/run.json"))), "the folder of the first start")
-    second = millrace(*words, code=1)
+def make_demo(millrace: Millrace) -> "subprocess.Popen[str]":
+    """Run `make demo` with the installed packages (`-o`: without installing them)."""
+    set_by_make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+    words = ["make", "-o", ".venv/.installed", "demo", f"BIN={Path(sys.executable).parent}"]
+    environment = {name: value for name, value in os.environ.items() if name not in set_by_make}
+    return conftest.start([*words, f"ARGS=paths.root={millrace.root}"], environment | dict(millrace.environment))
+
+
+def test_make_demo_twice_concurrently(millrace):
+    first = make_demo(millrace)
+    wait_until(lambda: bool(list(millrace.root.glob("runs/countdown_demo-*/run.json"))), "the first demo's run")
+    family = {child.pid for child in psutil.Process(first.pid).children(recursive=True)}
+    second = ended(make_demo(millrace))
     assert first.poll() is None
     os.killpg(first.pid, signal.SIGKILL)
     ended(first)
-    (user,) = re.findall(r"run debug-\S+ is in use by process (\d+) on (\S+) since 20", second.err)
-    assert user == (str(first.pid), socket.gethostname())
+    assert second.code == 2
+    message, *_ = re.findall(r"run countdown_demo-\S+ is in use by process (\d+) on (\S+) since 20", second.err)
+    assert (int(message[0]) in family, message[1]) == (True, socket.gethostname())
 
 
 def test_full_disk_within_chunk_ends_a_resumable_run(millrace, reference):

@@ -12,7 +12,19 @@ from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 from rlcore.models import memory
 from rlcore.models.memory import MOMENTS, OffloadedAdamW, build_optimizer, clip_grad_norm, digest
 from tests.checkpoint.small import SmallModel, assert_same, save_shards, state_of, train
-from tests.models.tiny import CPU
+from tests.models.tiny import CPU, policy_of, write_model
+
+
+def test_weight_decay_skips_norms_and_biases(tmp_path: Path) -> None:
+    policy = policy_of(write_model("qwen2-tied", tmp_path))
+    policy.head.weight.requires_grad_(False)
+    optimizer = build_optimizer(policy, OptimConfig(weight_decay=0.1), device=CPU)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert len(decay) == len(trained) < len(list(policy.parameters()))
+    for name, parameter in trained.items():
+        plain = "norm" in name or name.endswith("bias")
+        assert decay[id(parameter)] == (0.0 if plain else 0.1), name
 
 
 def test_step_matches_adamw_by_hand() -> None:

@@ -67,6 +67,10 @@ def fails_on_odd_targets(response: str, ground_truth: Mapping[str, object]) -> f
     return float(len(response))
 
 
+def fails_always(response: str, ground_truth: Mapping[str, object]) -> float:
+    raise RuntimeError("always")
+
+
 def always_the_same(response: str, ground_truth: Mapping[str, object]) -> float:
     return 1.0
 

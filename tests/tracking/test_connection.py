@@ -84,6 +84,14 @@ def test_store_of_other_version_is_reported(root: Path):
     assert "if newer, use its MLflow version" in explain_error(caught.value, store.uri)
 
 
+def test_file_without_database_is_reported(artifacts_root: Path):
+    (artifacts_root / "mlflow.db").write_text("no database, long enough to be read as one" * 50)
+    store = MlflowStore(TrackingConfig(), artifacts_root)
+    with pytest.raises(Exception, match="not a database") as caught:
+        assert store.experiment_id
+    assert "not a database" in explain_error(caught.value, store.uri)
+
+
 BEHIND = "mysql://me:SECRET@host/db"
 
 

@@ -14,10 +14,12 @@ from torch import Tensor
 from rlcore.algos.losses import importance_weights
 from rlcore.batching.pack import pack
 from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig, TeacherConfig
+from rlcore.errors import UnscoredError
 from rlcore.trainer.update import Estimate, ForwardResults, estimate, score_parts
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 from rlcore.workers.group import LocalGroup
-from tests.helpers.small_run import prepare, train
+from rlcore.workers.worker import Worker
+from tests.helpers.small_run import SmallRun, prepare, train
 from tests.models.tiny import answers
 
 
@@ -209,17 +211,31 @@ def test_no_advantage_without_scores() -> None:
         assert not found.batch.advantages.any()
 
 
+def with_scorer(root: Path, scorer: str, *overrides: str) -> SmallRun:
+    return prepare(root, "warm_start.enabled=false", f"data.scorer=tests.rollout.odd_scorers:{scorer}", *overrides)
+
+
 @pytest.mark.parametrize("overrides", [
     ("algo=grpo", "trainer.mini_batch_size=4", "algo.kl.where=loss", "algo.dynamic_sampling.enabled=true"),
     ("algo=remax",),
     ("algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "reward.num_processes=1"),
 ], ids=" ".join)  # fmt: skip
 def test_occasional_scorer_failures_keep_steps_finite(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    scorer = "data.scorer=tests.rollout.odd_scorers:fails_on_odd_lengths"
-    run = prepare(tmp_path, "warm_start.enabled=false", scorer, *overrides)
+    run = with_scorer(tmp_path, "fails_on_odd_lengths", *overrides)
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         steps = train(run, group, 2)
     for step in steps:
         assert 0 < step["reward/unscored_share"] < 1
         assert step["critic/score/min"] == step["critic/score/max"] == 1.0, "unscored responses do not count as 0"
         assert all(np.isfinite(value) for value in step.values())
+
+
+def test_unscored_step_raises_and_keeps_weights(tmp_path: Path) -> None:
+    run = with_scorer(tmp_path, "fails_always", "algo.dynamic_sampling.enabled=true")
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+        before = {name: value.clone() for name, value in group.each(Worker.full_weights)[0].items()}
+        rule = r"^step 1: has no metrics, for \d+ responses have no score; .* always$"
+        with pytest.raises(UnscoredError, match=rule):
+            train(run, group, 1)
+        after = group.each(Worker.full_weights)[0]
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

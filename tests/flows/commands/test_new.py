@@ -20,8 +20,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     yield folder
-    for kind in COMMANDS:
-        sys.modules.pop(f"my_{kind}", None)
+    for name in ("sums", "judge", *(f"my_{kind}" for kind in COMMANDS)):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,17 @@ def test_project_runs_from_its_folder(empty_folder):
         command = ["make", "-C", "study", target, "ARGS=--dry-run"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_task_and_a_scorer_are_trained_on(capsys):
+    new("task", "sums")
+    new("scorer", "judge")
+    in_this_process(capsys, "data", "make", *COMMANDS["task"].format(name="sums").split()[2:], code=0)
+    words = ["data.scorer=judge:score", "warm_start.enabled=false", "trainer.total_steps=1", "tracking.enabled=false"]
+    in_this_process(capsys, "train", "experiment=debug", *words, code=0)
+    (journal,) = Path("artifacts/runs").glob("*/metrics.jsonl")
+    assert "reward/short/mean" in journal.read_text()
 
 
 @pytest.mark.parametrize(
