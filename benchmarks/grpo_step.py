@@ -41,7 +41,7 @@ def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) 
     backend = "local" if ranks == 1 else "ray"
     overrides = [
         f"model.path={directory}", f"runtime={backend}", f"runtime.num_workers={ranks}", "runtime.threads_per_worker=4",
-        f"trainer.batch_size={prompts}", f"trainer.mini_batch_size={prompts // 4}", "algo.kl.offload=false",
+        f"trainer.batch_size={prompts}", f"trainer.mini_batch_size={max(prompts // 4, ranks)}", "algo.kl.offload=false",
         f"rollout.max_response_tokens={arguments.longest}", "rollout.tensor_parallel_size=1",
         "model.gradient_checkpointing=false", "tracking.enabled=false", f"rollout={engine}",
         f"reward.num_processes={arguments.scorers}",

@@ -211,7 +211,7 @@ def test_shared_prompts_keep_values(directory: Path) -> None:
         found = model(*inputs_of(batch)[:3], share)
         (found.square() * batch.loss_mask).sum().backward()
         outcomes.append((found.detach(), gradients(model)))
-    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-5, atol=1e-5)  # values are up to 6
     assert_close_gradients(outcomes[0][1], outcomes[1][1], 1e-5)
 
 
