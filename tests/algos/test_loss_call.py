@@ -209,6 +209,7 @@ def test_custom_loss_gets_options_and_named_tensors(own: str) -> None:
     ("own", {}, r"algo\.policy_loss_options\.rounds: is missing; got nothing\. loss has width, rounds"),
     ("own", {"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
     ("own", {"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
+    ("own", {"rounds": 1, "width": "inf"}, r"policy_loss_options\.width: must be a finite number; got inf"),
     ("own", {"rounds": 1, "width": -1, "widht": 1}, r"2 problems in the settings:\n  1\. .*_options\.width"),
     ("own", {"rounds": 1, "widht": 1},
      r"options\.widht: there is no such option; got 1\. Did you mean width\? .* has width, rounds"),
