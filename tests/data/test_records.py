@@ -85,6 +85,7 @@ def test_splits_are_one_file_or_ordered_shards(tmp_path: Path) -> None:
     (["a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl"],
      "holds 2 of the 3 shards of a; missing: a-00001-of-00003.jsonl. Fetch them, or write the rows"),
     (["a-0-of-20.json"], "a-7-of-20.json, a-8-of-20.json and 11 more. Fetch"),
+    (["a-0-of-9.json"], "a-7-of-9.json, a-8-of-9.json. Fetch"),
     (["a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "a-00000-of-00001.parquet"],
      "a must be one file, or all shards of one count and kind, got a-00000-of-00001.parquet, a-00000-of-00002.par"),
     (["a-00000-of-00001.parquet", "a-00000-of-00001.jsonl"], "got a-00000-of-00001.jsonl, a-00000-of-00001.par"),

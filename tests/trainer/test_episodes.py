@@ -146,6 +146,11 @@ def test_unrepeatable_episodes_of_killed_process_are_lost(run, group, tmp_path, 
     assert is_same([found[place] for place in kept], [plain[place] for place in kept])
 
 
+def test_episode_without_end_has_max_turns(run: SmallRun, group: LocalGroup) -> None:
+    found = play(with_environment(run, "Counting", num_processes=1, max_turns=3), group)
+    assert {score.parts["turns"] for rollout, score, _ in found if rollout.finish_reason != "length"} == {3}
+
+
 def test_too_long_first_message_fails_episode(run: SmallRun, group: LocalGroup) -> None:
     short = with_environment(run, "Greeting", num_processes=1)
     rollout = short.config.rollout.model_copy(update={"max_response_tokens": 1})
