@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,18 @@ def test_failed_starts_are_reported_and_limited(
         companion.ensure_running()
     assert not companion.finish(1.0)
     assert caplog.text.count("cannot be started") == 3
+
+
+def test_ended_process_is_reported_and_restarted(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    companion = Companion(run_dir, TrackingConfig())
+    until = time.monotonic() + 60
+    while "restarting" not in caplog.text and time.monotonic() < until:
+        companion.ensure_running()
+    assert caplog.messages == ["the process that delivers values to MLflow ended with code 1; restarting it"]
+    companion.finish(60.0)
 
 
 def test_delivery_imports_nothing_from_working_directory(

@@ -63,6 +63,16 @@ def test_failed_delivery_of_lost_trainer_warns(
     assert re.fullmatch(expected, line)
 
 
+def test_delivery_of_lost_trainer_is_retried(
+    tracker: RunJournal, run_dir: Path, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with delivery_of(run_dir) as delivery:
+        deleted = deleted_before_step_2(delivery, client, tracker)
+        monkeypatch.setattr(program, "wait_until_due", lambda *_: client.restore_run(deleted))
+        program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
+    assert points(client, main_run(client), "a") == [(1, 1.0), (2, 2.5)]
+
+
 def lose(run_dir: Path) -> None:
     """Replace the attempt's process by one that has ended."""
     attempts = run_dir / ATTEMPTS_FILE
