@@ -246,7 +246,7 @@ def main() -> None:
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in listed.stdout.splitlines():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, checkout / name)
+            shutil.copy(ROOT / name, checkout / name, follow_symlinks=False)
         for one in mutations:
             source = (ROOT / one.file).read_text()
             (checkout / one.file).write_text(one.apply(source))
