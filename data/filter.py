@@ -102,7 +102,9 @@ def filter_dataset(
         try:
             work = run(fast_path=True)
         except FastPathError as difference:
-            log.warning("%s: tokenized word by word, a prompt comes out differently; starting again", tokenizer_dir)
+            log.warning(
+                "%s: the fast path changes the text or the tokens of a row; starting again without it", tokenizer_dir
+            )
             log.debug("the prompt: %r", difference.args)
             work = run(fast_path=False)
         if work.num_unknown:

@@ -3,19 +3,21 @@
 Byte-level BPE (as in GPT) starts a new word at every single space between two visible characters. `PieceEncoder`
 therefore tokenizes each different word once and joins the ids. With other tokenizers, each text is tokenized as a
 whole. Texts that cannot be split at spaces are also tokenized as a whole. Token ids are stored as bytes, four for each
-id (int32), because bytes are fast to join and split.
+id (int32), because bytes are fast to join and split. A chat template renders the text around a message once, unless it
+may depend on the message.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, TemplateSyntaxError
+from jinja2 import Environment, TemplateSyntaxError, nodes
 from jinja2.meta import find_undeclared_variables
 
 from rlcore.config.data import RENDERING_NAMES
@@ -30,7 +32,7 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_CHECK_EVERY = 256  # one of this many texts is also tokenized without the fast path, for a comparison
+_CHECK_EVERY = 256  # one of this many texts is also rendered and tokenized without the fast path, for a comparison
 _MARK = "MillraceContent"
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]]*[>\]])\s*\Z")
 _MAX_PIECES = 1_000_000  # cached, about 200 MB
@@ -45,7 +47,7 @@ class ResponseChangedError(Exception):
 
 
 class FastPathError(Exception):
-    """`PieceEncoder` and the tokenizer give different results."""
+    """The fast path gives another text or other token ids than the chat template or the tokenizer."""
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
@@ -86,7 +88,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """A tokenizer that renders and tokenizes prompts and responses. It checks `PieceEncoder` on a sample.
+    """A tokenizer that renders and tokenizes prompts and responses. A sample of the texts checks the fast path.
 
     Raises DataError if the tokenizer cannot be loaded, or if it has no chat template for chat prompts. Also raises
     DataError if the chat template ignores the `tools` (JSON schemas) or a variable in `chat_template_kwargs`.
@@ -129,6 +131,7 @@ class PromptTokenizer:
         eos = int(self._tokenizer.eos_token_id)
         self._end = to_bytes([eos if eos in self.stop_ids else min(self.stop_ids)])
         self._pieces = PieceEncoder.of(self.backend) if fast_path else None
+        self._frames = self._find_frames() if chat and fast_path else None
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
@@ -139,8 +142,9 @@ class PromptTokenizer:
             return [self.render(prompt) for prompt in prompts]
         found = []
         for place, prompt in enumerate(prompts):
+            framed = self._frames.prompt(prompt) if self._frames else None
             try:
-                found.append(self.prompt(prompt))
+                found.append(_checked(framed, place, partial(self.prompt, prompt)))
             except DataError as error:
                 raise DataError(f"{where(place)}{error}") from error
         return found
@@ -183,11 +187,16 @@ class PromptTokenizer:
         """
         found, unwritten, wholes = [b""] * len(responses), dict[int, str](), dict[int, str]()
         for place, response in enumerate(responses):
-            if response.strip():
-                try:
-                    wholes[place] = self._whole(prompts[place], texts[place], response)
-                except ResponseChangedError as error:
-                    unwritten[place] = str(error)
+            if not response.strip():
+                continue
+            prompt, text = prompts[place], texts[place]
+            framed = self._frames.response(prompt, text, response) if self._frames else None
+            try:
+                wholes[place] = _checked(framed, place, partial(self._whole, prompt, text, response))
+            except ResponseChangedError as error:
+                if framed is not None:
+                    raise FastPathError(framed) from error
+                unwritten[place] = str(error)
         # If texts are tokenized by pieces, both begin at the last piece of the prompt.
         starts = [0 if self._pieces is None else _last_piece(texts[place]) for place in wholes]
         befores = self._encode([texts[place][start:] for place, start in zip(wholes, starts, strict=True)])
@@ -279,6 +288,22 @@ class PromptTokenizer:
                 )
             raise DataError(f"{self.name}: the chat template {problem}, or choose another model") from error
 
+    def _find_frames(self) -> "_Frames | None":
+        if (tree := self._parsed_template()) is None:
+            return None
+        question = [{"role": "user", "content": "?"}]
+        try:
+            opened = self.render(question)
+            prompt = _frame(lambda text: self.render([{"role": "user", "content": text}]))
+            whole = _frame(lambda text: self.render([*question, {"role": "assistant", "content": text}], opened=False))
+        except DataError:  # rendering a row reports it
+            return None
+        if prompt is None or whole is None or not whole[0].startswith(opened):
+            return None
+        strings = {one.value.strip() for one in tree.find_all(nodes.Const) if isinstance(one.value, str)}
+        literals = "|".join(re.escape(text) for text in sorted(strings) if len(text) > 1)
+        return _Frames(prompt, (whole[0].removeprefix(opened), whole[1]), re.compile(literals or r"(?!)"))
+
     @cached_property
     def _closing(self) -> tuple[str, bytes]:
         """The text that the template writes after a response, and its ids from the first stop id on."""
@@ -325,12 +350,17 @@ class PromptTokenizer:
                 raise FastPathError(texts[index])
         return found
 
-    def _require_read(self, names: Collection[str]) -> None:
+    def _parsed_template(self) -> nodes.Template | None:
+        """Parse the chat template. Return None if it has an error, which rendering reports, or an unknown tag."""
         try:
             template = self._tokenizer.get_chat_template(tools=self._tools)
             # The extension parses tags of chat templates.
-            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-        except (TemplateSyntaxError, ValueError):  # rendering reports it, or knows a tag that jinja does not know
+            return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        except (TemplateSyntaxError, ValueError):
+            return None
+
+    def _require_read(self, names: Collection[str]) -> None:
+        if (tree := self._parsed_template()) is None:
             return
         read = find_undeclared_variables(tree) - RENDERING_NAMES - set(self._tokenizer.special_tokens_map)
         if unread := sorted(set(names) - read):
@@ -381,6 +411,49 @@ class _Pieces(dict[str, bytes]):
             self.clear()
         [self[piece]] = encode_whole(self._backend, [self._lead + piece])
         return self[piece]
+
+
+def _frame(render: Callable[[str], str]) -> tuple[str, str] | None:
+    """Return the texts that `render` writes before and after a message, or None if it changes messages."""
+    before, mark, after = render(_MARK).partition(_MARK)
+    spaced = f"{_MARK}  {_MARK}"
+    return (before, after) if mark and render(spaced) == f"{before}{spaced}{after}" else None
+
+
+def _checked(framed: str | None, place: int, render: Callable[[], str]) -> str:
+    """Return `framed`, or the rendered text if `framed` is None. Raises FastPathError if the two differ in a sample."""
+    if framed is not None and place % _CHECK_EVERY:
+        return framed
+    rendered = render()
+    if framed not in (None, rendered):
+        raise FastPathError(rendered)
+    return rendered
+
+
+@dataclass(frozen=True, slots=True)
+class _Frames:
+    """The texts that a chat template writes before and after the only message of a user, and before and after the
+    response to such a message. `literals`: a pattern of the strings in the template. The template may treat a message
+    that contains one of them, or that begins or ends with a space, in another way. Such messages are not framed."""
+
+    of_prompt: tuple[str, str]
+    of_response: tuple[str, str]
+    literals: re.Pattern[str]
+
+    def prompt(self, messages: Messages) -> str | None:
+        """Return the rendered prompt, or None if the template must render it."""
+        if len(messages) != 1 or messages[0]["role"] != "user" or not self._is_plain(content := messages[0]["content"]):
+            return None
+        return f"{self.of_prompt[0]}{content}{self.of_prompt[1]}"
+
+    def response(self, messages: Messages, prompt: str, response: str) -> str | None:
+        """Return the rendered prompt with its response, or None if the template must render them."""
+        if not self._is_plain(response) or self.prompt(messages) is None:
+            return None
+        return f"{prompt}{self.of_response[0]}{response}{self.of_response[1]}"
+
+    def _is_plain(self, text: str) -> bool:
+        return text == text.strip() != "" and self.literals.search(text) is None
 
 
 class PieceEncoder:

@@ -102,6 +102,54 @@ def test_fast_path_is_checked_on_a_sample(chat_tokenizer, monkeypatch):
         found.encode_prompts(["x", "y"])
 
 
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] if m.role == 'assistant' "
+    "else m.content.strip() }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, THINKS, THINKS.replace("<think>", ""), "{{ messages | tojson }}"])
+def test_framed_texts_equal_rendered_texts(trained_bpe, tmp_path, template):
+    folder = saved(trained_bpe, tmp_path, chat_template=template)
+    texts = ["add 1 and 2", " 3", "4 ", "a  b\nc", "x</think>y", "user", "<|im_end|>", "", '"', "\u00e9"]
+    prompts = [*user_prompts(*texts), [{"role": "system", "content": "s"}, *user_prompts("a")[0]]]
+    fast, plain = (PromptTokenizer(folder, chat=True, fast_path=fast_path) for fast_path in (True, False))
+    rendered = plain.texts(prompts)
+    assert fast.texts(prompts) == rendered
+    pairs = [(row, response) for row in range(len(prompts)) for response in texts]
+    columns = [prompts[row] for row, _ in pairs], [rendered[row] for row, _ in pairs], [text for _, text in pairs]
+    assert fast.encode_responses(*columns) == plain.encode_responses(*columns)
+
+
+def test_template_renders_a_sample_of_framed_texts(chat_tokenizer, monkeypatch):
+    found, render, seen = PromptTokenizer(chat_tokenizer, chat=True), PromptTokenizer.render, []
+
+    def noted(tokenizer, messages, **options):
+        seen.append(messages[0]["content"])
+        return render(tokenizer, messages, **options)
+
+    found.encode_responses(*[[]] * 3)
+    monkeypatch.setattr(PromptTokenizer, "render", noted)
+    prompts = user_prompts(*map(str, range(300)))
+    texts = found.texts(prompts)
+    assert (seen, len(texts)) == (["0", "256"], 300)
+    seen.clear()
+    found.encode_responses(prompts, texts, ["7"] * 300)
+    assert set(seen) == {"0", "256", "?"}, "the question shows what ends a turn"
+
+
+def test_framed_text_that_differs_is_an_error(trained_bpe, tmp_path):
+    shouts = CHAT_TEMPLATE.replace("m.content", "(m.content | upper if m.content | length > 40 else m.content)")
+    assert shouts != CHAT_TEMPLATE
+    found = PromptTokenizer(saved(trained_bpe, tmp_path, chat_template=shouts), chat=True)
+    assert found.texts(user_prompts("a")) == [found.render(user_prompts("a")[0])]
+    with pytest.raises(FastPathError, match="A" * 41):
+        found.texts(user_prompts("a" * 41))
+    with pytest.raises(FastPathError, match="b" * 41):
+        found.encode_responses(user_prompts("a"), found.texts(user_prompts("a")), ["b" * 41])
+
+
 def test_templates_without_tools_or_names_are_refused(trained_bpe, chat_tokenizer, base_tokenizer, tmp_path):
     tool = {"type": "function", "function": {"name": "f"}}
     [message] = user_prompts("a")
