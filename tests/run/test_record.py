@@ -4,11 +4,13 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlcore.checkpoint.catalog import CheckpointInfo, LoopState
 from rlcore.checkpoint.store import FoundCheckpoint
+from rlcore.run.layout import RunLayout
 from rlcore.run.record import Pace, RunRecord
 from rlcore.run.watchdog import Failure, append_failure
 from rlcore.tracking.journal import load_journal
@@ -52,6 +54,23 @@ def test_progress_event_has_headline_metrics(record: RunRecord, reported: Report
         "metrics": {"critic/score/mean": 0.5, "perf/throughput": 5.0}, "tokens_per_s": 5.0, "num_devices": 1,
         "may_end_early": False,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "rule", "may_end_early"), [
+    ("warm-start", {"stop_at_reward": 0.5}, True), ("warm-start", {"patience": 2, "held_out_rows": 8}, True),
+    ("warm-start", {}, False), ("train", {"stop_at_reward": 0.5}, False),
+])  # fmt: skip
+def test_supervised_steps_with_a_stop_rule_may_end_early(
+    record: RunRecord, reported: Reported, tmp_path: Path, stage: str, rule: dict[str, Any], may_end_early: bool
+) -> None:
+    warm = {"stop_at_reward": None, "patience": None, "held_out_rows": 0} | rule
+    config = record.config.model_copy(update={"warm_start": record.config.warm_start.model_copy(update=warm)})
+    layout = RunLayout(tmp_path, tmp_path / "other")
+    layout.run_dir.mkdir()
+    other = RunRecord(config, layout, record.guard, stage=stage)
+    other.report_progress(StepResult(LoopState(1, 1, 8, 100, 0.1), {"perf/throughput": 5.0}), 4, Pace(is_warm=False))
+    other.finish(failed=False, is_over=False)
+    assert [event["may_end_early"] for event in reported if event["event"] == "progress"] == [may_end_early]
 
 
 def test_alarm_is_reported_once_while_it_lasts(record, reported, caplog) -> None:
