@@ -103,9 +103,10 @@ def filter_dataset(
             work = run(fast_path=True)
         except FastPathError as difference:
             log.warning(
-                "%s: the fast path changes the text or the tokens of a row; starting again without it", tokenizer_dir
+                "%s: the fast path gives another text or other tokens; starting again without the fast path",
+                tokenizer_dir,
             )
-            log.debug("the prompt: %r", difference.args)
+            log.debug("the text: %r", difference.args)
             work = run(fast_path=False)
         if work.num_unknown:
             log.warning(

@@ -3,8 +3,8 @@
 Byte-level BPE (as in GPT) starts a new word at every single space between two visible characters. `PieceEncoder`
 therefore tokenizes each different word once and joins the ids. With other tokenizers, each text is tokenized as a
 whole. Texts that cannot be split at spaces are also tokenized as a whole. Token ids are stored as bytes, four for each
-id (int32), because bytes are fast to join and split. A chat template renders the text around a message once, unless it
-may depend on the message.
+id (int32), because bytes are fast to join and split. A chat template renders the text around a message once, unless
+this text may depend on the message. Tokenization by words and the reuse of the text around a message are the fast path.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """A tokenizer that renders and tokenizes prompts and responses. A sample of the texts checks the fast path.
+    """A tokenizer that renders and tokenizes prompts and responses. The fast path is checked on a sample of the texts.
 
     Raises DataError if the tokenizer cannot be loaded, or if it has no chat template for chat prompts. Also raises
     DataError if the chat template ignores the `tools` (JSON schemas) or a variable in `chat_template_kwargs`.
@@ -421,7 +421,8 @@ def _frame(render: Callable[[str], str]) -> tuple[str, str] | None:
 
 
 def _checked(framed: str | None, place: int, render: Callable[[], str]) -> str:
-    """Return `framed`, or the rendered text if `framed` is None. Raises FastPathError if the two differ in a sample."""
+    """Return `framed`, or the rendered text if `framed` is None. One of `_CHECK_EVERY` places is rendered too. Raises
+    FastPathError if the two texts differ there."""
     if framed is not None and place % _CHECK_EVERY:
         return framed
     rendered = render()
@@ -434,7 +435,8 @@ def _checked(framed: str | None, place: int, render: Callable[[], str]) -> str:
 class _Frames:
     """The texts that a chat template writes before and after the only message of a user, and before and after the
     response to such a message. `literals`: a pattern of the strings in the template. The template may treat a message
-    that contains one of them, or that begins or ends with a space, in another way. Such messages are not framed."""
+    that contains one of them, or that is empty, or that begins or ends with white space, in another way. Such messages
+    are not framed."""
 
     of_prompt: tuple[str, str]
     of_response: tuple[str, str]
