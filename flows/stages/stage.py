@@ -190,7 +190,9 @@ def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) ->
             "it, or choose data.template=chat"
         )
     for form in forms:
-        tokenizer = PromptTokenizer(directory, chat=form == "chat", tools=tools, chat_template_kwargs=template_kwargs)
+        tokenizer = PromptTokenizer(
+            directory, chat=form == "chat", fast_path=False, tools=tools, chat_template_kwargs=template_kwargs
+        )
         tokenizer.encode_prompts(tokenizer.texts([row.prompt for row in rows if row.prompt_form == form]))
         if config.data.environment:
             from rlcore.rollout.environment import TurnTokens

@@ -258,6 +258,15 @@ def test_tokenizer_is_loaded_without_rows(config, tmp_path):
     try_tokenizer(tmp_path / "model", [], config)
 
 
+def test_template_that_depends_on_a_length_is_accepted(config, tmp_path):
+    build_scratch_tokenizer(ScratchModel(), tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content | length < 40 else '1' }}{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}"
+    )
+    try_tokenizer(tmp_path, [FirstRow([{"role": "user", "content": "1 + 2" * 9}], "chat", "{}", "")], config)
+
+
 def test_template_unfit_for_turns_is_refused_for_environments(config, tmp_path):
     build_scratch_tokenizer(ScratchModel(), tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ '=' if add_generation_prompt }}")
