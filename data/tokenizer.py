@@ -301,7 +301,7 @@ class PromptTokenizer:
         if prompt is None or whole is None or not whole[0].startswith(opened):
             return None
         strings = {one.value.strip() for one in tree.find_all(nodes.Const) if isinstance(one.value, str)}
-        literals = "|".join(re.escape(text) for text in sorted(strings) if len(text) > 1)
+        literals = "|".join(re.escape(text) for text in sorted(strings) if text)
         return _Frames(prompt, (whole[0].removeprefix(opened), whole[1]), re.compile(literals or r"(?!)"))
 
     @cached_property
@@ -416,7 +416,7 @@ class _Pieces(dict[str, bytes]):
 def _frame(render: Callable[[str], str]) -> tuple[str, str] | None:
     """Return the texts that `render` writes before and after a message, or None if it changes messages."""
     before, mark, after = render(_MARK).partition(_MARK)
-    spaced = f"{_MARK}  {_MARK}"
+    spaced = f"{_MARK}  \n\t{_MARK}"
     return (before, after) if mark and render(spaced) == f"{before}{spaced}{after}" else None
 
 

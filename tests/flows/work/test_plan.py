@@ -179,7 +179,7 @@ def test_done_stages_need_no_disk_space(artifacts_root):
     assert plan.disk.needed_bytes == (plan.disk.num_checkpoints - 1) * size + reserve
     assert at_start.checkpoint_bytes == checkpoint_bytes(count_parameters(config)[0])  # type: ignore[index]
     assert at_start.needed_bytes == at_start.num_checkpoints * at_start.checkpoint_bytes + reserve
-    commit(config, 2, num_bytes=2_000)  # larger than the first, which would be replaced by one of this size
+    commit(config, 2, num_bytes=2_000)  # two of this size are larger than both
     for name, step in (("before", 0), ("after", 1)):
         evaluated = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.evaluation)
         evaluated.write(layout.validation / f"{name}.json")
