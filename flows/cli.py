@@ -24,7 +24,6 @@ from flows.commands.new import new
 from flows.commands.rollouts import audit, rollouts
 from flows.commands.settings import command_group
 from flows.sweep.command import sweep
-from rlcore import tune_garbage_collection
 from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, ConfigError, MillraceError
 from rlcore.run.stop import SAME_REQUEST_S
 
@@ -119,7 +118,6 @@ def run_and_exit(command: Callable[[], object]) -> NoReturn:
 
     The last exit handler calls `os._exit`, because Python's normal shutdown would take another 3 s.
     """
-    tune_garbage_collection()
     signal.signal(signal.SIGTERM, _sigterm_handler())
     codes: list[int] = []
 

@@ -5,6 +5,9 @@ import os
 import sys
 from pathlib import Path
 
+# With Python's default threshold, garbage collection takes up to two fifths of the time of large imports.
+gc.set_threshold(50_000, 20, 50)
+
 SOURCE_FOLDER = Path(__file__).resolve().parents[1]
 """The folder that contains `rlcore`. It is a git checkout, or the folder into which Millrace is installed."""
 
@@ -12,9 +15,3 @@ SOURCE_FOLDER = Path(__file__).resolve().parents[1]
 def python_path() -> str:
     """Return `sys.path` of this process as a `PYTHONPATH`. Entries of `sys.path` that are not strings are omitted."""
     return os.pathsep.join(place or str(Path.cwd()) for place in sys.path if isinstance(place, str))
-
-
-def tune_garbage_collection() -> None:
-    """Collect garbage less often. With Python's default threshold, garbage collection takes two fifths of the time for
-    importing MLflow, Prefect or vLLM."""
-    gc.set_threshold(50_000, 20, 50)

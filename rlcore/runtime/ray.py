@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, Ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlcore import SOURCE_FOLDER, stacks, tune_garbage_collection, user_code
+from rlcore import SOURCE_FOLDER, stacks, user_code
 from rlcore.config import RunConfig
 from rlcore.config.problems import mask_secrets
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
@@ -68,7 +68,6 @@ class RayGroup:
         self._actors: list[Any] = []
         torch.set_num_threads(1)  # tensors are small
         raise_malloc_thresholds()
-        tune_garbage_collection()
         self._session = start_ray(config)
         _send_tensors_as_arrays()
         try:

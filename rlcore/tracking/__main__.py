@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-from rlcore import tune_garbage_collection
 from rlcore.errors import RunInUseError, TrackingError
 from rlcore.tracking.attempts import PREFIX
 from rlcore.tracking.connection import explain_error
@@ -62,7 +61,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")
     parser.add_argument("--every-s", type=float, required=True, help="seconds between two deliveries")
     options = parser.parse_args(arguments)
-    tune_garbage_collection()
     # The trainer's end is the signal to end; a Ctrl-C or TERM to the group must not drop the last values.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
