@@ -43,7 +43,7 @@ ON_RAY = (
     "trainer.steps_per_chunk=10", "validation.every_steps=50",
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
-MARKS = {"trainer": "rlcore.run", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
+MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
 """Suffixes that identify three kinds of process. A process is of a kind if an argument on its command line ends with
 the suffix of this kind."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}

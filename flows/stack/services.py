@@ -49,7 +49,7 @@ NOTIFY_BLOCK = "MILLRACE_NOTIFY_BLOCK"  # a notification block in the form that 
 READY_WAIT_S = 600.0  # seconds for a service to start; the first start creates both databases
 POLL_S = 0.2
 STOP_WAIT_S = 40.0  # seconds for servers and flow runs to end; a flow run waits until its trainer has saved
-TRAINER = "rlcore.run"
+TRAINER = "rlcore.run.process"
 
 
 def start_prefect(root: Path, port: int | None, state: StackState) -> Service:

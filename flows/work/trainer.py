@@ -23,7 +23,7 @@ from rlcore.run.watchdog import append_failure, failure_from, num_oom_kills
 from rlcore.runtime.interpreter import trainer_path, trainer_process
 from rlcore.tracking.attempts import DELIVERY_VARIABLE
 
-TRAINER = ("-P", "-m", "rlcore.run")
+TRAINER = ("-P", "-m", "rlcore.run.process")
 POLL_S = 0.25  # longest time between two checks of the process and its log
 CLOSE_WAIT_S = 60.0  # seconds for an idle trainer to end its workers and deliver its last metrics
 TERMINATE_WAIT_S = 10.0  # seconds after a SIGTERM to a trainer without unsaved work

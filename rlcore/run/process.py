@@ -1,6 +1,6 @@
 """The trainer process of a run, which reads commands from one file descriptor and sends events to another.
 
-    python -m rlcore.run --run RUN_DIR --commands-fd N --replies-fd M [--lock-fd L]
+    python -m rlcore.run.process --run RUN_DIR --commands-fd N --replies-fd M [--lock-fd L]
 
 A command is a method of `Session` with its arguments. Commands and events are JSON objects, one a line:
 
@@ -321,7 +321,7 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
 
 
 def main() -> None:
-    """Run the command line of `python -m rlcore.run`."""
+    """Run the command line of `python -m rlcore.run.process`."""
     parser = argparse.ArgumentParser(description="The trainer process of a run.")
     parser.add_argument("--run", type=Path, required=True, help="the run's folder, with run.json in it")
     parser.add_argument("--commands-fd", type=int, required=True, help="descriptor from which commands are read")
@@ -336,3 +336,7 @@ def main() -> None:
     code = run(options.run, channel, stop, is_locked=options.lock_fd is not None)
     sys.stdout.flush()
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -134,7 +134,7 @@ def test_a_stop_between_commands_saves_the_last_step(undisturbed: SmallRun, tmp_
     assert "Jürgen".encode() in run.layout.run_json.read_bytes()
     plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     to_trainer, from_trainer = os.pipe(), os.pipe()
-    command = [sys.executable, "-m", "rlcore.run", "--run", str(run_dir)]
+    command = [sys.executable, "-m", "rlcore.run.process", "--run", str(run_dir)]
     command += ["--commands-fd", str(to_trainer[0]), "--replies-fd", str(from_trainer[1])]
     process = subprocess.Popen(command, pass_fds=(to_trainer[0], from_trainer[1]), stderr=subprocess.DEVNULL, env=plain)
     os.close(to_trainer[0])

@@ -39,7 +39,7 @@ STAGE_WORDS = ("dataset:", "filter:", "warm start:", "train:", "validation:", "w
 
 
 def trainer_of(process: "subprocess.Popen[str]") -> psutil.Process:
-    return next(child for child in psutil.Process(process.pid).children() if "rlcore.run" in child.cmdline())
+    return next(child for child in psutil.Process(process.pid).children() if "rlcore.run.process" in child.cmdline())
 
 
 def own_run(run_dir: Path) -> str:

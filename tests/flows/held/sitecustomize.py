@@ -40,9 +40,9 @@ def hold(phase_name: str, file: Path, after: int) -> None:
     Watchdog.phase = phase  # type: ignore[method-assign]
 
 
-if "rlcore.run" in sys.orig_argv and Path(os.environ.get("HOLD_SETTINGS", "")).is_file():
+if "rlcore.run.process" in sys.orig_argv and Path(os.environ.get("HOLD_SETTINGS", "")).is_file():
     os.environ.update(json.loads(Path(os.environ["HOLD_SETTINGS"]).read_text()))
-if "rlcore.run" in sys.orig_argv and "HOLD_PHASE" in os.environ:
+if "rlcore.run.process" in sys.orig_argv and "HOLD_PHASE" in os.environ:
     phases, files = (os.environ[name].split(",") for name in ("HOLD_PHASE", "HOLD_FILE"))
     for phase, file, after in zip(phases, files, os.environ.get("HOLD_AFTER", "0").split(","), strict=True):
         hold(phase, Path(file), int(after))
