@@ -208,7 +208,7 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
     if not key:
         return Problem("override", "cannot be read (no key)", repr(text), "Write key=value")
     groups = (*GROUPS, "experiment")
-    is_known = key in (*groups, *RunConfig.model_fields)
+    is_known = key in (*groups, *RunConfig.model_fields, *all_keys())
     rule = remedy = ""
     if key.partition(".")[0].partition("/")[0] == "hydra":
         rule = "Hydra's own settings (output folders, launchers, logging) are not supported"
