@@ -142,6 +142,23 @@ def test_error_of_a_rank_is_raised_once(tmp_path):
     assert steps(store) == [1]
 
 
+@pytest.mark.parametrize(("error", "told"), [(CheckpointError("broken"), [True]), (KeyboardInterrupt(), [])])
+def test_other_ranks_stop_writing_if_one_fails(tmp_path, error, told):
+    ranks, _, saver = parts(tmp_path)
+    abandoned: list[bool] = []
+
+    def each(verb: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
+        if verb is RankSaver.is_written:
+            raise error
+        abandoned.extend([True] * (verb is RankSaver.abandon))
+        return ranks.each(verb, *arguments, **named)
+
+    saver.begin(1, lambda: state_at(1), {}, each)
+    with pytest.raises(type(error)):
+        saver.poll()
+    assert abandoned == told
+
+
 def test_save_reports_stages_and_needs_room_for_all_ranks(tmp_path):
     waits: list[Any] = []
     seen: list[str] = []
