@@ -1,7 +1,8 @@
 """Saves concurrent with training: the state of the request, errors, abandoned saves."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,24 @@ def test_error_of_a_rank_is_raised_once(tmp_path):
     begin(saver, 1, ranks)
     assert saver.settle() is not None
     assert steps(store) == [1]
+
+
+def test_waiting_for_a_save_is_limited(tmp_path):
+    ranks, store, _ = parts(tmp_path)
+    limited: list[bool] = []
+
+    @contextmanager
+    def phase() -> Iterator[None]:
+        limited.append(True)
+        yield
+
+    saver = CheckpointSaver(store, lambda *asked: None, phase)
+    saver.begin(1, lambda: state_at(1), {}, ranks.each)
+    ended(saver, "poll")
+    assert limited == [True], "a poll does not wait"
+    saver.begin(2, lambda: state_at(2), {}, ranks.each)
+    saver.settle()
+    assert limited == [True] * 3
 
 
 @pytest.mark.parametrize(("error", "told"), [(CheckpointError("broken"), [True]), (KeyboardInterrupt(), [])])

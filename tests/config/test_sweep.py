@@ -90,6 +90,10 @@ def test_mistakes_of_points_are_reported_once(mistakes):
     assert "point optim.lr=-1 trainer.mini_batch_size=8 algo=grpo and 3 more" in found[0]
     assert "(point optim.lr=-1 trainer.mini_batch_size=3 algo=grpo and 3 more); got 3 with batch_size" in found[2]
     assert "Did you mean dapo?" in found[1]
+    (of_two,) = mistakes(HEAD + "grid: {optim.lr: [-1, 1e-3], algo: [grpo, dapo]}")
+    assert "(point optim.lr=-1 algo=grpo and 1 more)" in of_two
+    (of_one,) = mistakes(HEAD + "grid: {optim.lr: [-1, 1e-3]}")
+    assert "(point optim.lr=-1)" in of_one
 
 
 @pytest.mark.parametrize(("text", "keys"), [

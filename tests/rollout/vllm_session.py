@@ -319,6 +319,8 @@ def sleep_facts() -> dict[str, Any]:
 
 
 def refusal_facts(folder: Path) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
     first = write_model("tied", folder / "fifth", 5)
     unknown = write_model("tied", folder / "sixth", 5)
     config = json.loads((unknown / "config.json").read_text(encoding="utf-8"))
@@ -336,6 +338,7 @@ def refusal_facts(folder: Path) -> dict[str, Any]:
         "too_long": message(lambda: build(first, max_model_len=SHAPE["max_position_embeddings"] + 1)),
         "dtype": message(lambda: build(first, dtype=torch.float64)),
         "no_cache": message(lambda: build(first, none_left)),
+        "compiles_with": current_platform.simple_compile_backend,
         "sleep": sleep_facts(),
     }
 
