@@ -161,8 +161,8 @@ def test_waiting_for_a_save_is_limited(tmp_path):
     assert limited == [True] * 3
 
 
-@pytest.mark.parametrize(("error", "told"), [(CheckpointError("broken"), [True]), (KeyboardInterrupt(), [])])
-def test_other_ranks_stop_writing_if_one_fails(tmp_path, error, told):
+@pytest.mark.parametrize(("error", "expected"), [(CheckpointError("broken"), [True]), (KeyboardInterrupt(), [])])
+def test_other_ranks_stop_writing_if_one_fails(tmp_path, error, expected):
     ranks, _, saver = parts(tmp_path)
     abandoned: list[bool] = []
 
@@ -175,7 +175,7 @@ def test_other_ranks_stop_writing_if_one_fails(tmp_path, error, told):
     saver.begin(1, lambda: state_at(1), {}, each)
     with pytest.raises(type(error)):
         saver.poll()
-    assert abandoned == told
+    assert abandoned == expected
 
 
 def test_save_reports_stages_and_needs_room_for_all_ranks(tmp_path):
