@@ -53,7 +53,8 @@ def test_fingerprint_depends_on_files_and_broken_ones_are_refused(trained_bpe, c
     assert same == tokenizer_fingerprint(chat_tokenizer)
     (folder / "chat_template.jinja").write_text("other")
     assert tokenizer_fingerprint(folder) != same
-    with pytest.raises(DataError, match="holds no tokenizer"):
+    looked_for = r"holds no tokenizer \(looked for tokenizer.json, tokenizer_config.json, tokenizer.model, ...\)"
+    with pytest.raises(DataError, match=looked_for):
         tokenizer_fingerprint(tmp_path / "nowhere")
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
