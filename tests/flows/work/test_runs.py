@@ -39,14 +39,14 @@ def config(tmp_path: Path) -> RunConfig:
     return load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
 
 
-def begin(layout: RunLayout, *finish: str) -> None:
+def begin(layout: RunLayout, *finish: str, ended_at: float | None = None) -> None:
     """Write the files that a trainer leaves after three steps, with the given ends of the attempt."""
     with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
         attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
         for step in (1, 2, 3):
             journal.append_step(step, {REWARD: step / 10})
         for status in finish:
-            attempts.add(End(status, time.time()))  # type: ignore[arg-type]
+            attempts.add(End(status, ended_at or round(time.time(), 3)))  # type: ignore[arg-type]
 
 
 def state_of(layout: RunLayout) -> tuple[str, str]:
@@ -167,7 +167,7 @@ def test_state_of_a_run_ended_before_its_first_step(layout, config):
 
 
 def test_stop_after_last_step_shows_until_the_rest_is_done(layout):
-    begin(layout, "FINISHED")
+    begin(layout, "FINISHED", ended_at=1.0)
     with pytest.raises(KeyboardInterrupt), _record_early_end(layout.run_dir):
         raise KeyboardInterrupt
     assert state_of(layout) == ("stopped", f"all steps are trained, and results are missing; {SAME_COMMAND}")
