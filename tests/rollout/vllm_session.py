@@ -130,6 +130,8 @@ def message(action: Any, kind: type[Exception] = EngineError) -> str:
 
 def engine_facts(folder: Path) -> dict[str, Any]:
     """Observe one engine on the tied model, from its first weight sync to its faults."""
+    from vllm.platforms import current_platform
+
     first, second = write_model("tied", folder / "first", 1), write_model("tied", folder / "second", 2)
     facts: dict[str, Any] = {}
     long = some_requests(8, 4, 200)
@@ -140,6 +142,7 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     engine = build(first)
     torch.set_num_threads(threads + 1)
     facts["threads"] = [threads + 1, torch.get_num_threads()]
+    facts["compiles_with"] = current_platform.simple_compile_backend
     torch.set_num_threads(threads)
 
     requests = some_requests(8, 4, 20)
@@ -319,8 +322,6 @@ def sleep_facts() -> dict[str, Any]:
 
 
 def refusal_facts(folder: Path) -> dict[str, Any]:
-    from vllm.platforms import current_platform
-
     first = write_model("tied", folder / "fifth", 5)
     unknown = write_model("tied", folder / "sixth", 5)
     config = json.loads((unknown / "config.json").read_text(encoding="utf-8"))
@@ -338,7 +339,6 @@ def refusal_facts(folder: Path) -> dict[str, Any]:
         "too_long": message(lambda: build(first, max_model_len=SHAPE["max_position_embeddings"] + 1)),
         "dtype": message(lambda: build(first, dtype=torch.float64)),
         "no_cache": message(lambda: build(first, none_left)),
-        "compiles_with": current_platform.simple_compile_backend,
         "sleep": sleep_facts(),
     }
 
